@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mmrl.config import effects
 from mmrl.config.building import raise_all, resolve_rewards, unplaceable
 from mmrl.config.needs import (
     missing_fields,
@@ -33,8 +34,6 @@ from mmrl.config.unfit import (
     unfit_for_data,
     unmeasurable,
     unsuited,
-    unsuited_to_refill,
-    unsuited_to_trees,
     unsupported_options,
     unweighable,
     without_average,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section")
 MOST_RANK = 2**16  # of an adapter: wider than any layer
-TREES = ("tree", "branch_at")  # options of policies under which samples share their beginning
 
 
 def plain_sections() -> dict[str, type]:
@@ -147,10 +145,11 @@ def _unfit_training(
     if why := not_to_be_skipped(options, objective):
         yield why
     if _grown(policy):
-        yield from unsuited_to_trees(options)
-    yield from unmeasurable(options, _set(policy))
+        yield from effects.unsuited_to_trees(options)
+    if policy is not None:
+        yield from unmeasurable(options, policy.entry, policy.options)
     if _refills(policy):
-        yield from unsuited_to_refill(options)
+        yield from effects.unsuited_to_refill(options)
 
 
 def _present(
@@ -241,7 +240,7 @@ def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]
             yield part.place.say(why)
             continue
         yield from _unrecorded(part, policy)
-        trees = [name for name in TREES if name in options_of(policy.entry)]
+        trees = effects.options_that(policy.entry, lambda effects: effects.branches)
         if getattr(part.entry, "needs_tree", False) and trees and not _grown(policy):
             yield part.place.say(
                 f"the advantage {part.entry.__name__} compares the edges of a tree; set "
@@ -279,13 +278,10 @@ def _missing_of_training(entries: Mapping[str, Resolved], train: TrainOptions) -
 
 def _grown(policy: Resolved | None) -> bool:
     """Tell whether the samples of a policy share their beginnings."""
-    return policy is not None and any(policy.options.get(name) is not None for name in TREES)
-
-
-def _set(policy: Resolved | None) -> Collection[str]:
-    """Return the options of a policy that the configuration sets to something."""
-    chosen = policy.options if policy is not None else {}
-    return [name for name, value in chosen.items() if value is not None]
+    return policy is not None and any(
+        value is not None and effects.of_policy(policy.entry, name).branches
+        for name, value in policy.options.items()
+    )
 
 
 def _refills(policy: Resolved | None) -> bool:

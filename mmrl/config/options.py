@@ -11,13 +11,17 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from mmrl.config.preferences import Preferences
+from mmrl.core.effects import FREE_AT_RESUME, REFUSED_AT_RESUME, Effects
 from mmrl.core.errors import UserError
+from mmrl.core.registry import STAGES
 
 Count = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
 Steps = Annotated[int, Ge(1), Le(10_000)]  # of a sampler: every one of them is laid out before
 Positive = Annotated[float, Gt(0)]
 Draws = Annotated[int, Ge(1), Le(10_000)]  # looks at one sample, all in memory at once
+LEFT_OUT = Effects(in_dry_run=False)
+SPEED = Effects(resumes="free", in_dry_run=False)
 LossAggMode = Literal[
     "token_mean",
     "seq_mean_token_mean",
@@ -398,14 +402,16 @@ class TrainOptions:
     prompts_per_iteration: Count  # prompts sampled in an iteration
     group_size: Count  # samples of each prompt: the group that advantages compare
     train_batch_size: Count  # rows (samples) of an optimizer step
-    iterations: Natural  # rollouts; 0 only writes the first checkpoint
-    seed: Natural = 0  # seeds everything random
+    iterations: Annotated[Natural, FREE_AT_RESUME]  # rollouts; 0 only writes the first checkpoint
+    seed: Annotated[Natural, REFUSED_AT_RESUME] = 0  # seeds everything random
     # parts of a rollout: the rewards of one are computed while the next is sampled
-    reward_overlap_chunks: Count = 1
+    reward_overlap_chunks: Annotated[
+        Count, Effects(resumes="free", in_dry_run=False, idle_without_samples=True)
+    ] = 1
     epochs: Count = 1  # passes over the rows of an iteration
     # rows of a forward and backward pass on a process; null: all its rows of the optimizer step;
     # auto: the fastest of several sizes, measured in the first iteration (flows)
-    micro_batch_size: Count | Literal["auto"] | None = None
+    micro_batch_size: Annotated[Count | Literal["auto"] | None, SPEED] = None
     warmup_steps: Natural = 0  # optimizer steps in which the learning rate rises linearly
     # shape of the learning rate after the warm-up
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -415,13 +421,14 @@ class TrainOptions:
     reward_gradients: RewardGradients | None = None
     # gradients are clipped to this global norm; null: not clipped
     max_grad_norm: Positive | None = 1.0
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # mixed precision of the forward pass
+    # mixed precision of the forward pass
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], LEFT_OUT] = "fp32"
     # recompute activations: less memory, about a third more time
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, SPEED] = False
     # the sequence of a sample over several processes; null: every process has rows of its own
-    context_parallel: ContextParallel | None = None
+    context_parallel: Annotated[ContextParallel | None, FREE_AT_RESUME] = None
     # processes that hold one copy of the weights together (FSDP2); null: all processes
-    shard_size: Count | None = None
+    shard_size: Annotated[Count | None, FREE_AT_RESUME] = None
     # decay of the moving average of the weights; null: none
     ema: Annotated[float, Ge(0), Lt(1)] | None = None
     ema_update_interval: Count = 1  # optimizer steps between its updates
@@ -429,9 +436,9 @@ class TrainOptions:
     # leave rows of advantage 0 out of the update's passes: the gradient is the same
     skip_zero_advantage: bool = False
     # decisions by which a loss that sums them is divided; null: those of the longest answer
-    loss_denominator: Count | None = None
+    loss_denominator: Annotated[Count | None, LEFT_OUT] = None
     # answers cut off at the limit count in advantages, but are not trained on
-    mask_truncated_completions: bool = False
+    mask_truncated_completions: Annotated[bool, Effects(idle_without_samples=True)] = False
     # (iteration, tokens): the limit of answers from that iteration on
     max_new_tokens_schedule: tuple[tuple[Natural, Count], ...] = ()
     # sample prompts again until their rewards are a signal; null: every prompt once
@@ -457,28 +464,37 @@ class TrainOptions:
     # answers of a file, or of the data, in the groups; null: none
     demonstrations: Demonstrations | None = None
     # compared answers of the data in place of samples; null: the policy samples
-    preferences: Preferences | None = None
+    preferences: Annotated[Preferences | None, LEFT_OUT] = None
     # answers that the policy improves by what is asked of them; null: none
     refinement: Refinement | None = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
+    # further stages of sampling, such as your own, in the order in which they act
+    stages: tuple[Annotated[Any, STAGES], ...] = ()
     # tolerated |re-scored - recorded log-prob| before the first step
-    logprob_tolerance: Positive | Literal["auto"] | None = "auto"
+    logprob_tolerance: Annotated[Positive | Literal["auto"] | None, FREE_AT_RESUME] = "auto"
     # compute a rollout's log-probs once more before training on it
     recompute_old_logprob: bool | Literal["auto"] = "auto"
-    save_every: Natural = 50  # iterations between checkpoints; 0: only at the end
-    save_minutes: Positive | None = None  # minutes after which it is saved as well; null: never
-    save_total_limit: Count = 3  # number of newest checkpoints to keep on disk
+    # iterations between checkpoints; 0: only at the end
+    save_every: Annotated[Natural, FREE_AT_RESUME] = 50
+    # minutes after which it is saved as well; null: never
+    save_minutes: Annotated[Positive | None, FREE_AT_RESUME] = None
+    # number of newest checkpoints to keep on disk
+    save_total_limit: Annotated[Count, FREE_AT_RESUME] = 3
     # save and keep, besides, the checkpoint whose held-out score is the best so far
-    save_best: bool = False
-    evaluate_every: Natural = 0  # iterations between evaluations; 0: never during training
-    sample_every: Natural = 0  # iterations between sample grids; 0: never
+    save_best: Annotated[bool, FREE_AT_RESUME] = False
+    # iterations between evaluations; 0: never during training
+    evaluate_every: Annotated[Natural, FREE_AT_RESUME] = 0
+    # iterations between sample grids; 0: never
+    sample_every: Annotated[Natural, FREE_AT_RESUME] = 0
     # the run stops if a larger share of samples has no reward
-    max_reward_failure_rate: Annotated[float, Ge(0), Le(1)] = 0.5
+    max_reward_failure_rate: Annotated[float, Ge(0), Le(1), FREE_AT_RESUME] = 0.5
     # seconds that a process waits for the others (rewards, a save) before the run fails
-    timeout: Positive = 1800.0
-    time_limit: Positive | None = None  # seconds after which the run saves and ends cleanly
-    budget: Budget | None = None  # what the run may spend; null: all its iterations
+    timeout: Annotated[Positive, FREE_AT_RESUME] = 1800.0
+    # seconds after which the run saves and ends cleanly
+    time_limit: Annotated[Positive | None, FREE_AT_RESUME] = None
+    # what the run may spend; null: all its iterations
+    budget: Annotated[Budget | None, FREE_AT_RESUME] = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from mmrl.config.overrides import WRITTEN_IN
 from mmrl.config.values import SCALARS, Place, expected, show
+from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError, a_or_an, suggest
 from mmrl.core.registry import LATER, NAMES_OF_THE_FIELD, Plugin, Registry, make, options
 
@@ -304,9 +305,10 @@ def _annotated(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
             later = LATER in metadata and isinstance(plug_in, Resolved)
             return replace(plug_in, later=True) if later else plug_in
     converted = convert(value, base, place, problems)
+    constrained = any(not isinstance(item, Effects) for item in metadata)
     return (
         _other(converted, kind, place, problems)
-        if isinstance(converted, (int, float, str))
+        if constrained and isinstance(converted, (int, float, str))
         else converted
     )
 

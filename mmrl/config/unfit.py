@@ -4,11 +4,12 @@ loaded."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
+from mmrl.config import effects
 from mmrl.config.options import TrainOptions
 from mmrl.config.preferences import unfit_for_preferences
+from mmrl.core.errors import called
 from mmrl.core.registry import Plugin
 
 KINDS = {  # what an objective may need, by its class attribute ``needs``
@@ -42,7 +43,7 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
     can = capabilities_of(policy)
     if can is None:
         return None
-    name = getattr(policy, "__name__", type(policy).__name__)
+    name = called(policy)
     if kind == "objective" and can.decisions == "mixed" and not getattr(plug_in, "mixes", False):
         return (
             f"the objective {plug_in.__name__} is for decisions of one kind, and the policy {name} "
@@ -59,85 +60,18 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
     return f"the {kind} {plug_in.__name__} is for {KINDS[needs]}, which the policy {name} is not"
 
 
-def _unfit_additions(train: TrainOptions, policy: Any, name: str) -> Iterator[str]:
-    """List sentences about rewritten answers, shuffled frames and the value model."""
-    from mmrl.policies.contracts import ReadsPrompts
-
-    can: Any = capabilities_of(policy)
-    if train.refinement is not None and can.makes != "text":
-        yield (
-            f"train.refinement: {name} reads no criticism of its answers; it is for policies that "
-            f"write texts"
-        )
-    corrections = train.refinement and train.refinement.corrections
-    if corrections and corrections.continued and not can.one_pass:
-        yield (
-            f"train.refinement.corrections: {name} cannot go on with an answer; set continued to "
-            f"0, or take a policy that writes token by token"
-        )
-    if train.temporal_contrast is not None and can.makes != "text":
-        yield (
-            f"train.temporal_contrast: {name} sees no order of frames; it is for policies that "
-            f"write texts about videos: leave it out"
-        )
-    value = train.prompt_value
-    if value is not None and value.base == "trained" and not ReadsPrompts.kept_by(policy):
-        yield (
-            f"train.prompt_value: base: trained is for policies whose own network reads the prompt "
-            f"(vlm); {name} sees what an encoder makes of it: set base to frozen"
-        )
-
-
 def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
     """List sentences about options of ``train`` that a policy (an object, a class or what makes
     one) cannot take."""
-    from mmrl.policies.contracts import Demonstrates, LimitsLength, Replays
-
-    name = getattr(policy, "__name__", type(policy).__name__)
     can = capabilities_of(policy)
     if can is None:
         return  # it does not say what it is
-    if train.ground_truth_rollout is not None and not can.ground_truth:
-        yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
-    if train.speculative is not None and not (can.drafts and can.one_pass):
-        yield (
-            f"train.speculative: {name} cannot begin with an earlier answer; it is for models that "
-            f"draw tokens one after the other"
-        )
-    yield from _unfit_additions(train, policy, name)
-    if train.demonstrations is not None and not Demonstrates.kept_by(policy):
-        yield f"train.demonstrations: {name} takes no answers of others: it has no demonstrate"
+    yield from effects.unsupported(train, policy)
     if train.micro_batch_size == "auto" and can.decisions != "gaussian":
         yield (
             f"train.micro_batch_size: auto measures passes of flow and diffusion models, which "
-            f"{name} is not; give a number, or null"
+            f"{called(policy)} is not; give a number, or null"
         )
-    for key in ("policy_drift", "replay_buffer", "response_reuse"):
-        if getattr(train, key) is not None and not Replays.kept_by(policy):
-            yield f"train.{key}: {name} cannot be shown old answers again: it has no recall"
-    if train.max_new_tokens_schedule and not LimitsLength.kept_by(policy):
-        yield (
-            f"train.max_new_tokens_schedule: {name} writes no answers whose length could "
-            f"change; it is for vlm"
-        )
-
-
-IDLE_IN_SFT = (
-    "reward_overlap_chunks",
-    "demonstrations",
-    "refinement",
-    "partial_rollout",
-    "speculative",
-    "adaptive_sampling",
-    "dynamic_sampling_rounds",
-    "policy_drift",
-    "prompt_value",
-    "replay_buffer",
-    "response_reuse",
-    "ground_truth_rollout",
-    "mask_truncated_completions",
-    "temporal_contrast",
-)
 
 
 def unfit_for_sft(train: TrainOptions) -> Iterator[str]:
@@ -148,7 +82,7 @@ def unfit_for_sft(train: TrainOptions) -> Iterator[str]:
             f"train.group_size: {train.group_size}, but supervised fine-tuning has one answer to "
             f"every prompt: set it to 1"
         )
-    yield from unfit_without_samples(train, "supervised fine-tuning samples and rewards nothing")
+    yield from effects.idle(train, "supervised fine-tuning samples and rewards nothing")
 
 
 def unfit_for_data(train: TrainOptions, objective: Any, policy: Any) -> Iterator[str]:
@@ -167,16 +101,7 @@ def unfit_for_data(train: TrainOptions, objective: Any, policy: Any) -> Iterator
             yield "train.preferences: sft learns one answer by heart: choose dpo, or leave it out"
     elif train.preferences is not None:
         yield from unfit_for_preferences(train.preferences, train.group_size, objective, policy)
-        yield from unfit_without_samples(train, "nothing is sampled with train.preferences")
-
-
-def unfit_without_samples(train: TrainOptions, why: str) -> Iterator[str]:
-    """List sentences about options of ``train`` that mean nothing where answers come from the
-    data; ``why``: what is missing."""
-    defaults = {f.name: f.default for f in fields(TrainOptions)}
-    for name in IDLE_IN_SFT:
-        if getattr(train, name, None) != defaults.get(name):
-            yield f"train.{name}: {why}, so it would do nothing: leave it out"
+        yield from effects.idle(train, "nothing is sampled with train.preferences")
 
 
 def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
@@ -186,28 +111,9 @@ def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
     if getattr(objective, "imitates", False):
         return None  # it learns from the finished picture
     reads = getattr(objective, "reads", "sample")
-    if train.demonstrations is None or can is None or can.decisions != "gaussian":
+    if can is None or can.decisions != "gaussian" or reads == "sample":
         return None
-    if reads == "sample":
-        return None
-    return (
-        "train.demonstrations: the objective follows the steps of the sampler, which nobody knows "
-        "of a picture that was made elsewhere; choose one of finished samples, such as "
-        "diffusion_dpo, awm or rwr, or give policy_gradient its option sft"
-    )
-
-
-SINGLE_ANSWERS = (
-    "adaptive_sampling",
-    "demonstrations",
-    "ground_truth_rollout",
-    "partial_rollout",
-    "policy_drift",
-    "refinement",
-    "replay_buffer",
-    "response_reuse",
-    "speculative",
-)
+    return next(effects.pathless(train), None)
 
 
 def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[str]:
@@ -229,21 +135,10 @@ def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[s
 
 
 def renamed_rows(train: TrainOptions, objective: Any) -> Iterator[str]:
-    """Say which stages give rows other names, by which an objective that follows the reward's
-    gradient draws the noise of their paths again."""
-    if not getattr(objective, "differentiates", False):
-        return
-    for key in (
-        "dynamic_sampling_rounds",
-        "adaptive_sampling",
-        "replay_buffer",
-        "response_reuse",
-    ):
-        if getattr(train, key):
-            yield (
-                f"train.{key}: this objective draws the noise of every path again, by the names "
-                f"that rows have now; leave it out, or choose policy_gradient"
-            )
+    """Say what gives rows other names, by which an objective that follows the reward's gradient
+    draws the noise of their paths again."""
+    if getattr(objective, "differentiates", False):
+        yield from effects.renaming(train)
 
 
 def not_to_be_skipped(train: TrainOptions, objective: Any) -> str | None:
@@ -264,42 +159,11 @@ def not_to_be_skipped(train: TrainOptions, objective: Any) -> str | None:
     return None
 
 
-def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:
-    """List sentences about options of ``train`` that a policy whose samples branch cannot take."""
-    for key in SINGLE_ANSWERS:
-        if getattr(train, key) is not None:
-            yield (
-                f"train.{key}: it exchanges single answers, and those of a tree share their "
-                f"beginnings; leave it out, or the policy's tree"
-            )
-
-
-BESIDE_PARTS = (
-    "adaptive_sampling",
-    "demonstrations",
-    "dynamic_sampling_rounds",
-    "ground_truth_rollout",
-    "max_new_tokens_schedule",
-    "policy_drift",
-    "prompt_value",
-    "refinement",
-    "replay_buffer",
-    "response_reuse",
-    "speculative",
-    "temporal_contrast",
-)
-
-
 def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
     """List sentences about what does not go with answers that several iterations write."""
     if train.partial_rollout is None:
         return
-    for name in BESIDE_PARTS:
-        if getattr(train, name):
-            yield (
-                f"train.{name}: it looks at the answers of an iteration, of which "
-                f"train.partial_rollout leaves some to the next: leave one of them out"
-            )
+    yield from effects.unsuited_to_parts(train)
     visits = getattr(objective, "visits", False)
     if visits and not getattr(objective, "corrects", False):
         yield (
@@ -308,29 +172,16 @@ def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
         )
 
 
-WIDTHS = ("fixed_batch_rows", "sampling_memory_gib")
-
-
-def unmeasurable(train: TrainOptions, chosen: Collection[str]) -> Iterator[str]:
-    """Say which of a policy's options (``chosen``: those that are set) settle the size of its
-    passes, so that there is nothing to measure."""
+def unmeasurable(train: TrainOptions, policy: Any, chosen: Mapping[str, Any]) -> Iterator[str]:
+    """Say which of a policy's options (``chosen``, of its class) settle the size of its passes, so
+    that there is nothing to measure."""
     if train.micro_batch_size == "auto":
-        for key in WIDTHS:
-            if key in chosen:
+        for key, value in chosen.items():
+            if value is not None and effects.of_policy(policy, key).sizes_passes:
                 yield (
                     f"train.micro_batch_size: auto chooses how many rows a pass has, and so does "
                     f"policy.{key}: leave out one of them"
                 )
-
-
-def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:
-    """List sentences about options of ``train`` with which a policy's ``refill`` would do
-    nothing."""
-    if train.speculative is not None:
-        yield (
-            "train.speculative: answers that begin with an earlier one are not refilled, so that "
-            "policy.refill would do nothing: set it to none, or leave speculative out"
-        )
 
 
 def blocked(objective: Any, estimator: Any, options: Mapping[str, Any]) -> str | None:

@@ -27,3 +27,8 @@ def a_or_an(noun: str) -> str:
     """Write a noun with its article: ``an objective``, ``an SDE type``, ``a reward``."""
     spelled = noun[:2].isupper() and noun[0] in "AEFHILMNORSX"  # SDE is read letter by letter
     return f"{'an' if spelled or noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
+def called(thing: Any) -> str:
+    """Return what sentences call a class or a function, or an object by its class."""
+    return str(getattr(thing, "__name__", type(thing).__name__))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.config import Config
+from mmrl.config import Config, effects
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
 from mmrl.core.types import Media, Prompt, Query, Rollout
@@ -192,25 +192,7 @@ def _shrink(policy: FlowPolicy) -> None:
 
 def _plain(options: TrainOptions) -> TrainOptions:
     """Leave out of a run's options what changes no count of forwards, or needs the data."""
-    return replace(
-        options,
-        precision="fp32",
-        gradient_checkpointing=False,
-        micro_batch_size=None,
-        iterations=1,
-        max_new_tokens_schedule=(),
-        ground_truth_rollout=None,
-        demonstrations=None,
-        preferences=None,
-        refinement=None,
-        response_reuse=None,
-        speculative=None,
-        partial_rollout=None,
-        reward_overlap_chunks=1,
-        logprob_tolerance=None,
-        dynamic_sampling_rounds=0,
-        loss_denominator=None,
-    )
+    return replace(effects.in_dry_run(options), iterations=1, logprob_tolerance=None)
 
 
 class _Watched(Trainer):

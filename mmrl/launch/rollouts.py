@@ -28,7 +28,7 @@ from mmrl.cluster import connection
 from mmrl.cluster.options import RayOptions
 from mmrl.cluster.pool import Pool
 from mmrl.cluster.rewards import here
-from mmrl.config import Config, import_plugins
+from mmrl.config import Config, effects, import_plugins
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, POLICIES
@@ -44,26 +44,6 @@ from mmrl.run import build
 from mmrl.scoring.worker import Worker
 from mmrl.train.device import Device
 from samplers.noise import Rng
-
-# options of ``train`` that change the policy, or what it is told, in ways a worker does not hear of
-UNHEARD = (
-    "ground_truth_rollout",
-    "max_new_tokens_schedule",
-    "partial_rollout",
-    "speculative",
-)
-# options of ``train`` that look at samples before the next are drawn
-LOOKING = (
-    "adaptive_sampling",
-    "demonstrations",
-    "dynamic_sampling_rounds",
-    "policy_drift",
-    "prompt_value",
-    "refinement",
-    "replay_buffer",
-    "response_reuse",
-    "temporal_contrast",
-)
 
 
 def misfits(configuration: Config) -> Iterator[str]:
@@ -82,11 +62,7 @@ def misfits(configuration: Config) -> Iterator[str]:
             f"ray.rollout_workers: {options.rollout_workers} workers cannot be shared evenly by "
             f"{options.trainers} trainers; take a multiple of {options.trainers}"
         )
-    refused = UNHEARD + (LOOKING if options.staleness else ())
-    for name in refused:
-        if getattr(train, name):
-            where = "ahead (ray.staleness)" if name in LOOKING else "elsewhere"
-            yield f"train.{name}: it cannot be had with sampling {where}: leave one of them out"
+    yield from effects.unsuited_to_workers(train, ahead=options.staleness > 0)
     objective = configuration.build("objective", OBJECTIVES)
     if objective.supervised or train.preferences is not None:
         yield "ray.rollout_workers: the objective learns from answers, and nothing is sampled"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mmrl.core import distributed
 from mmrl.core.clips import USUAL_RATE
 from mmrl.core.distributions import Dist
+from mmrl.core.effects import REFUSED_AT_RESUME, Effects
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.sharding import in_step, sharded
@@ -36,6 +37,7 @@ from samplers.batching import Attempt, attempts, chunks, rows_that_fit
 from samplers.noise import Rng
 from samplers.warp import Warp
 
+SIZES_PASSES = Effects(resumes="free", sizes_passes=True)
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -82,9 +84,9 @@ class Policy(ABC):
     def __init__(
         self,
         net: nn.Module,
-        lora: Lora | int | None = None,
-        fixed_batch_rows: int | None = None,
-        sampling_memory_gib: Annotated[float, Gt(0)] | None = None,
+        lora: Annotated[Lora | int | None, REFUSED_AT_RESUME] = None,
+        fixed_batch_rows: Annotated[int | None, SIZES_PASSES] = None,
+        sampling_memory_gib: Annotated[Annotated[float, Gt(0)] | None, SIZES_PASSES] = None,
         record_entropy: bool = False,
     ):
         """Take the network and add adapters to it. lora: rank or Lora; None trains all weights.

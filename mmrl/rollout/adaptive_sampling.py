@@ -16,6 +16,7 @@ from torch import Tensor
 from mmrl.advantages.groups import measured
 from mmrl.config.options import AdaptiveRounds
 from mmrl.core import distributed
+from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards
@@ -34,6 +35,14 @@ class AdaptiveSampling(Stage):
     samples as many are trained on as its group has places, half of them positive as far as there
     are, those sampled first before others. Their ``all_samples`` has the moments of all.
     """
+
+    option = "adaptive_sampling"
+    effects = Effects(
+        idle_without_samples=True,
+        looks_at_samples=True,
+        exchanges_rows=True,
+        renames_rows=True,
+    )
 
     def __init__(self, options: AdaptiveRounds, seed: int, group_size: int):
         self.options = options

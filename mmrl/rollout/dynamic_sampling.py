@@ -16,6 +16,7 @@ import torch
 from mmrl.advantages.groups import measured
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
+from mmrl.core.effects import Effects
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, Rewards
 from mmrl.data.base import pick
@@ -28,6 +29,14 @@ from samplers.noise import Rng
 class DynamicSampling(Stage):
     """Draws other prompts for groups of equal rewards, in ``train.dynamic_sampling_rounds``
     rounds."""
+
+    option = "dynamic_sampling_rounds"
+    effects = Effects(
+        idle_without_samples=True,
+        looks_at_samples=True,
+        renames_rows=True,
+        in_dry_run=False,
+    )
 
     def __init__(self, options: TrainOptions, prompts: Sequence[Prompt]):
         self.options = options

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mmrl.core.errors import UserError, suggest
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError, called, suggest
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
 from mmrl.policies.base import Policy, RolloutContext
@@ -20,6 +21,14 @@ class GroundTruth(Stage):
     """Puts the ground truth in the place of one sample of every group
     (``train.ground_truth_rollout``)."""
 
+    option = "ground_truth_rollout"
+    effects = Effects(
+        idle_without_samples=True,
+        changes_sampling=True,
+        exchanges_rows=True,
+        in_dry_run=False,
+    )
+
     def __init__(self, write: Writer):
         self.write = write
 
@@ -27,6 +36,11 @@ class GroundTruth(Stage):
     def build(cls, setup: Setup) -> GroundTruth | None:
         name = setup.options.ground_truth_rollout
         return cls(writer(name, setup.rewards, setup.policy)) if name else None
+
+    @classmethod
+    def unfit(cls, options: Any, policy: Any) -> Iterator[tuple[str, str]]:
+        if not policy.capabilities.ground_truth:
+            yield "", f"{called(policy)} takes no answers of others; it is for vlm"
 
     def context(self, context: RolloutContext) -> RolloutContext:
         return replace(context, ground_truth=self.write)

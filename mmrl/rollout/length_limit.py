@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from mmrl.core.errors import UserError
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError, called
 from mmrl.core.registry import STAGES
 from mmrl.policies.base import Policy
 from mmrl.policies.contracts import LimitsLength
@@ -15,6 +17,9 @@ from mmrl.rollout.stages import Setup, Stage
 class LengthLimit(Stage):
     """Sets the policy's limit of new tokens before every iteration."""
 
+    option = "max_new_tokens_schedule"
+    effects = Effects(changes_sampling=True, in_dry_run=False)
+
     def __init__(self, policy: Policy, schedule: Sequence[tuple[int, int]]):
         """Take the ``schedule``: pairs (first iteration, tokens), in the order of iterations."""
         self.policy = policy
@@ -24,6 +29,14 @@ class LengthLimit(Stage):
     def build(cls, setup: Setup) -> LengthLimit | None:
         schedule = setup.options.max_new_tokens_schedule
         return cls(setup.policy, schedule) if schedule else None
+
+    @classmethod
+    def unfit(cls, options: Any, policy: Any) -> Iterator[tuple[str, str]]:
+        if not LimitsLength.kept_by(policy):
+            yield (
+                "",
+                f"{called(policy)} writes no answers whose length could change; it is for vlm",
+            )
 
     def begin(self, iteration: int) -> None:
         due = [tokens for start, tokens in self.schedule if start <= iteration]

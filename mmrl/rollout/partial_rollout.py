@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mmrl.config.options import PartialRollout
 from mmrl.core import distributed
+from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, Rewards
@@ -59,6 +60,13 @@ class PartialRollouts(OldAnswers):
     waiting: list[Waiting] = field(default_factory=list)  # of all processes
     continued: list[Waiting | None] = field(default_factory=list)  # in the call under way
     saved_as = option = "partial_rollout"
+    effects = Effects(
+        idle_without_samples=True,
+        looks_at_samples=True,
+        changes_sampling=True,
+        exchanges_rows=True,
+        in_dry_run=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

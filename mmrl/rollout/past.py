@@ -7,7 +7,7 @@ the states of a path, with the log-probs under the weights of then. Its prompt i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mmrl.core import distributed
-from mmrl.core.errors import UserError
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError, called
 from mmrl.core.types import (
     Fields,
     LatentPath,
@@ -74,9 +75,9 @@ def remembered(drawn: Drawn, rows: Tensor, index: int, iteration: int) -> Rememb
 
 class OldAnswers(Stage):
     """Remembers answers by their prompts' places in the data, for policies that can be shown old
-    answers again. ``option``: of ``train`` that asks for it."""
+    answers again."""
 
-    option: str
+    effects = Effects(idle_without_samples=True, looks_at_samples=True, exchanges_rows=True)
     policy: Policy
     prompts: Sequence[Prompt]
 
@@ -90,6 +91,11 @@ class OldAnswers(Stage):
         self.places = {id(prompt): i for i, prompt in enumerate(self.prompts)}
         # of prompts as the policy returned them in this iteration
         self.origins: dict[int, int] = {}
+
+    @classmethod
+    def unfit(cls, options: Any, policy: Any) -> Iterator[tuple[str, str]]:
+        if not Replays.kept_by(policy):
+            yield "", f"{called(policy)} cannot be shown old answers again: it has no recall"
 
     def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
         for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):

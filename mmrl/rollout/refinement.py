@@ -3,7 +3,7 @@ EDGE-GRPO's guided error correction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 
 from mmrl.advantages.groups import measured
 from mmrl.config.options import Refinement
-from mmrl.core.errors import UserError
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError, called
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.data.answers import Answer
@@ -32,11 +33,35 @@ class Refined(KnowsPrompts):
     wrong answers are continued, corrected or exchanged for a solution where they stand (EDGE-GRPO).
     """
 
+    option = "refinement"
+    effects = Effects(
+        idle_without_samples=True,
+        looks_at_samples=True,
+        exchanges_rows=True,
+        in_dry_run=False,
+    )
+
     def __init__(self, options: Refinement, setup: Setup):
         self.options = options
         self.setup = setup
         self.grows = options.place == "append" and options.corrections is None
         self.origins: dict[int, Prompt] = {}
+
+    @classmethod
+    def unfit(cls, options: Refinement, policy: Any) -> Iterator[tuple[str, str]]:
+        can = policy.capabilities
+        if can.makes != "text":
+            yield (
+                "",
+                f"{called(policy)} reads no criticism of its answers; it is for policies that "
+                f"write texts",
+            )
+        if options.corrections and options.corrections.continued and not can.one_pass:
+            yield (
+                "corrections",
+                f"{called(policy)} cannot go on with an answer; set continued to 0, or take a "
+                f"policy that writes token by token",
+            )
 
     @classmethod
     def build(cls, setup: Setup) -> Refined | None:

@@ -51,6 +51,7 @@ class ReplayBuffer(OldAnswers):
     entries: list[Remembered] = field(default_factory=list)
     saved_as = "memory"
     option = "replay_buffer"
+    effects = replace(OldAnswers.effects, renames_rows=True, returns_rows=True)
 
     @classmethod
     def build(cls, setup: Setup) -> ReplayBuffer | None:

@@ -65,6 +65,7 @@ class ReusedResponses(OldAnswers):
     entries: dict[int, list[Remembered]] = field(default_factory=dict)
     levels: dict[int, float] = field(default_factory=dict)  # moving mean rewards, with strata
     saved_as = option = "response_reuse"
+    effects = replace(OldAnswers.effects, renames_rows=True, returns_rows=True, in_dry_run=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

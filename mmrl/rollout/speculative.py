@@ -3,7 +3,7 @@ al. 2025, SPEC-RL)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mmrl.config.options import Speculative
 from mmrl.core import distributed
-from mmrl.core.errors import UserError
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError, called
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, per_prompt
 from mmrl.policies.base import Drafts, Policy, RolloutContext
@@ -42,6 +43,13 @@ class SpeculativeRollouts(OldAnswers):
     accepted: list[Tensor] = field(default_factory=list)
     iteration: int = 0
     saved_as = option = "speculative"
+    effects = Effects(
+        idle_without_samples=True,
+        changes_sampling=True,
+        begins_answers=True,
+        exchanges_rows=True,
+        in_dry_run=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,6 +58,15 @@ class SpeculativeRollouts(OldAnswers):
             raise UserError(
                 f"train.speculative: {type(self.policy).__name__} cannot begin with an earlier "
                 f"answer; it is for models that draw tokens one after the other"
+            )
+
+    @classmethod
+    def unfit(cls, options: Any, policy: Any) -> Iterator[tuple[str, str]]:
+        if not (policy.capabilities.drafts and policy.capabilities.one_pass):
+            yield (
+                "",
+                f"{called(policy)} cannot begin with an earlier answer; it is for models that draw "
+                f"tokens one after the other",
             )
 
     @classmethod

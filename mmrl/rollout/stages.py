@@ -1,15 +1,17 @@
 """Defines stages, which change the rows that an iteration trains on.
 
-A stage is registered in ``STAGES`` and makes itself from the options of ``train:`` that ask for it.
-The trainer calls every method of every stage, in the order of registration.
+A stage is registered in ``STAGES``. It is made from its own options where ``train.stages`` names
+it; those of mmrl make themselves from an option of ``train:``, of the data or of the policy. The
+trainer calls every method of every stage, in the order of registration, then of ``train.stages``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 from mmrl.advantages.groups import measured
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
+from mmrl.core.effects import Effects
 from mmrl.core.host import on_host
 from mmrl.core.registry import STAGES, load_built_in
 from mmrl.core.types import Copies, Media, Prompt, PromptMoments, Provenance, Rewards, Rollout
@@ -85,6 +88,8 @@ class Stage:
     """Does nothing by itself; a stage overrides the methods it needs. ``saved_as`` names its part
     of a checkpoint, if it has a state."""
 
+    effects: ClassVar[Effects] = Effects()
+    option: ClassVar[str] = ""  # of ``train``, that asks for it; empty: none
     saved_as: str = ""
     grows: bool = False  # adds rows to groups, and names all rows anew
     # the mark of provenance whose rows are compared among themselves; empty: none
@@ -92,8 +97,19 @@ class Stage:
 
     @classmethod
     def build(cls, setup: Setup) -> Stage | None:
-        """Make the stage if the options ask for it, else return None. May raise UserError."""
-        return cls()
+        """Make the stage if something else than ``train.stages`` asks for it, else return None. May
+        raise UserError."""
+        return None
+
+    @classmethod
+    def unfit(cls, options: Any, policy: Any) -> Iterator[tuple[str, str]]:
+        """Yield (key, sentence) for what a policy, an object or a class, cannot do of what its
+        ``options`` ask; an empty key: the stage as a whole."""
+        return iter(())
+
+    def meet(self, setup: Setup) -> None:
+        """Look at the parts of the run, where ``train.stages`` names the stage, before the first
+        iteration. May raise UserError."""
 
     def begin(self, iteration: int) -> None:
         """Prepare the policy for iteration ``iteration`` (from 0), before anything is sampled."""
@@ -134,11 +150,15 @@ class KnowsPrompts(Stage):
 
 
 def stages_of(setup: Setup) -> list[Stage]:
-    """Make all registered stages that the options ask for."""
+    """Make all registered stages that the options ask for, and those that ``train.stages`` has,
+    which one trainer does not share with another."""
     load_built_in()  # a program that makes its trainer itself may have imported none
     kinds = [cast(type[Stage], entry) for entry in STAGES.values()]
     stages = [kind.build(setup) for kind in kinds]
-    return [stage for stage in stages if stage is not None]
+    named: list[Stage] = deepcopy([*setup.options.stages])
+    for stage in named:
+        stage.meet(setup)
+    return [*(stage for stage in stages if stage is not None), *named]
 
 
 def outline(rollout: Rollout) -> Rollout:

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmrl.config.options import TemporalContrast
 from mmrl.core import distributed
-from mmrl.core.errors import UserError
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError, called
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards
 from mmrl.rollout.collect import evenly
@@ -30,11 +33,23 @@ class Contrasted(KnowsPrompts):
     right ones get the bonus.
     """
 
+    option = "temporal_contrast"
+    effects = Effects(idle_without_samples=True, looks_at_samples=True)
+
     def __init__(self, options: TemporalContrast, setup: Setup):
         self.options = options
         self.seed = setup.options.seed
         self.copies = max(1, round(options.share * setup.options.group_size))
         self.origins: dict[int, Prompt] = {}
+
+    @classmethod
+    def unfit(cls, options: TemporalContrast, policy: Any) -> Iterator[tuple[str, str]]:
+        if policy.capabilities.makes != "text":
+            yield (
+                "",
+                f"{called(policy)} sees no order of frames; it is for policies that write texts "
+                f"about videos: leave it out",
+            )
 
     @classmethod
     def build(cls, setup: Setup) -> Contrasted | None:

@@ -3,7 +3,7 @@ advantage ``pvpo`` (A-LoL) and the data source ``pcl`` (Prompt Curriculum Learni
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -15,10 +15,12 @@ from mmrl.advantages.baseline import read_references
 from mmrl.advantages.groups import measured
 from mmrl.config.options import PromptValue
 from mmrl.core import distributed
-from mmrl.core.errors import UserError
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError, called
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
 from mmrl.data.base import Curriculum
+from mmrl.policies.contracts import ReadsPrompts
 from mmrl.policies.values import ValueNetwork
 from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
 
@@ -31,7 +33,8 @@ class PromptValues(KnowsPrompts):
     Rows get the value of their prompt before the model learns from the rewards of this iteration.
     """
 
-    saved_as = "prompt_value"
+    saved_as = option = "prompt_value"
+    effects = Effects(idle_without_samples=True, looks_at_samples=True)
 
     def __init__(self, options: PromptValue, setup: Setup):
         self.options = options
@@ -47,6 +50,15 @@ class PromptValues(KnowsPrompts):
             )
         if isinstance(self.prompts, Curriculum):
             self.prompts.predict_by(self._predict)
+
+    @classmethod
+    def unfit(cls, options: PromptValue, policy: Any) -> Iterator[tuple[str, str]]:
+        if options.base == "trained" and not ReadsPrompts.kept_by(policy):
+            yield (
+                "",
+                f"base: trained is for policies whose own network reads the prompt (vlm); "
+                f"{called(policy)} sees what an encoder makes of it: set base to frozen",
+            )
 
     @classmethod
     def build(cls, setup: Setup) -> PromptValues | None:

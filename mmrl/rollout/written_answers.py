@@ -3,9 +3,13 @@ CHORD, LUFFY, TempSamp-R1, RLEP's pools of texts, pairs for DPO, IPO and RPO, A-
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from mmrl.advantages.groups import measured
 from mmrl.config.options import Demonstrations
-from mmrl.core.errors import UserError
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError, called
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
 from mmrl.data.answers import Known, of_field, of_file
@@ -24,6 +28,15 @@ class Demonstrated(KnowsPrompts):
     answers an iteration takes is a function of the iteration and of the prompt.
     """
 
+    option = "demonstrations"
+    effects = Effects(
+        idle_without_samples=True,
+        looks_at_samples=True,
+        exchanges_rows=True,
+        brings_answers=True,
+        in_dry_run=False,
+    )
+
     def __init__(self, options: Demonstrations, setup: Setup, known: Known):
         self.options = options
         self.setup = setup
@@ -31,6 +44,11 @@ class Demonstrated(KnowsPrompts):
         self.grows = options.place == "append"
         self.apart = "is_ground_truth" if options.apart else ""
         self.origins: dict[int, Prompt] = {}
+
+    @classmethod
+    def unfit(cls, options: Demonstrations, policy: Any) -> Iterator[tuple[str, str]]:
+        if not Demonstrates.kept_by(policy):
+            yield "", f"{called(policy)} takes no answers of others: it has no demonstrate"
 
     @classmethod
     def build(cls, setup: Setup) -> Demonstrated | None:

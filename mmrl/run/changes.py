@@ -12,55 +12,23 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mmrl.config as config
 from mmrl.advantages.presets import GROUP_PRESETS
-from mmrl.config import Config
+from mmrl.config import Config, effects
 from mmrl.config.overrides import PLUGGED
 from mmrl.config.schema import Resolved, resolve, resolve_call
 from mmrl.config.values import show
 from mmrl.config.yamltext import read
+from mmrl.core.effects import Resumes
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, ALL, REWARDS, options
 from mmrl.run.build import SECTIONS
 
-Effect = Literal["free", "warned", "refused"]
-
-# sections, and options of ``train``, that change nothing about what is learned
+# sections that change nothing about what is learned
 FREE_SECTIONS = ("alarms", "evaluate", "log", "run")
-FREE_TRAIN = (
-    "budget",
-    "evaluate_every",
-    "gradient_checkpointing",
-    "context_parallel",
-    "shard_size",
-    "iterations",
-    "logprob_tolerance",
-    "max_reward_failure_rate",
-    "micro_batch_size",
-    "reward_overlap_chunks",
-    "sample_every",
-    "save_best",
-    "save_every",
-    "save_minutes",
-    "save_total_limit",
-    "time_limit",
-    "timeout",
-)
-# options of policies about where and how fast, not about what
-FREE_POLICY = (
-    "attention",
-    "compile",
-    "fixed_batch_rows",
-    "offload_trajectory",
-    "prefix_sharing",
-    "remove_padding",
-    "sampling_memory_gib",
-    "text_encoder_placement",
-)
 REFUSED_SECTIONS = ("advantage", "data", "objective", "start")
-REFUSED_POLICY = ("lora", "net", "path", "shape", "train")  # which weights there are
 NAMES = 3  # changes that a sentence names
 
 
@@ -71,7 +39,7 @@ class Change:
     path: tuple[str, ...]
     before: Any
     after: Any
-    effect: Effect
+    effect: Resumes
 
     def __str__(self) -> str:
         return f"{'.'.join(self.path)} was {_shown(self.before)} and is now {_shown(self.after)}"
@@ -113,7 +81,7 @@ def changes(before: Config, after: Config) -> Iterator[Change]:
             yield Change(path, first, second, effect(path, first, second, new))
 
 
-def effect(path: tuple[str, ...], before: Any, after: Any, whole: Mapping[str, Any]) -> Effect:
+def effect(path: tuple[str, ...], before: Any, after: Any, whole: Mapping[str, Any]) -> Resumes:
     """Tell what a change means for a run that goes on. ``whole`` is the new configuration."""
     section = path[0]
     if section in FREE_SECTIONS:
@@ -122,16 +90,15 @@ def effect(path: tuple[str, ...], before: Any, after: Any, whole: Mapping[str, A
         return "warned" if path[1:] == ("staleness",) else "free"
     if section in REFUSED_SECTIONS or path in (("policy",), ("optimizer",), ("reward",)):
         return "refused"
-    if section == "train":
-        if path == ("train", "seed") or (path == ("train", "ema") and before is None):
-            return "refused"
-        scheduled = path == ("train", "iterations") and (
-            whole["train"].get("lr_schedule") != "constant"
-        )
-        return "free" if path[1:2] and path[1] in FREE_TRAIN and not scheduled else "warned"
-    if section == "policy" and path[2] in FREE_POLICY:
-        return "free"
-    return "refused" if section == "policy" and path[2] in REFUSED_POLICY else "warned"
+    if path == ("train", "stages"):
+        return effects.stages_resume(before, after)
+    if path == ("train", "ema") and before is None:
+        return "refused"
+    if path == ("train", "iterations") and whole["train"].get("lr_schedule") != "constant":
+        return "warned"
+    if section in ("train", "policy"):
+        return effects.resumes(path)
+    return "warned"
 
 
 def normal(configuration: Config) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import mmrl.advantages as advantages
+from mmrl.config import effects
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.config.unfit import (
@@ -353,14 +354,9 @@ def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None
 def one_size(prompts: Sequence[Prompt], options: TrainOptions) -> None:
     """Raise UserError if answers of other iterations, whose pictures may have another size, would
     be put beside those of an iteration."""
-    returning = {"replay_buffer": options.replay_buffer, "response_reuse": options.response_reuse}
-    for name, chosen in returning.items():
-        if isinstance(prompts, BySize) and chosen is not None:
-            raise UserError(
-                f"train.{name}: the rows of data have {len(prompts.buckets)} sizes, and remembered "
-                "samples of one size do not fit beside those of another; leave it out, or give "
-                "rows of one size"
-            )
+    if isinstance(prompts, BySize):
+        for why in effects.unsuited_to_sizes(options, len(prompts.buckets)):
+            raise UserError(why)
 
 
 def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:

@@ -155,6 +155,7 @@ def test_what_cannot_be_measured_is_refused():
     (line,) = unsupported_options(auto, VLM)
     assert "train.micro_batch_size: auto measures passes of flow and diffusion models" in line
     assert not [*unsupported_options(auto, toys.ToyFlow)]
-    (line,) = unmeasurable(auto, ["steps", "fixed_batch_rows"])
+    chosen = {"steps": 4, "fixed_batch_rows": 2, "sampling_memory_gib": None}
+    (line,) = unmeasurable(auto, toys.ToyFlow, chosen)
     assert "policy.fixed_batch_rows: leave out one of them" in line
-    assert not [*unmeasurable(options(micro_batch_size=4), ["fixed_batch_rows"])]
+    assert not [*unmeasurable(options(micro_batch_size=4), toys.ToyFlow, chosen)]

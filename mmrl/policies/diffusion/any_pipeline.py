@@ -13,6 +13,7 @@ import torch
 from annotated_types import Gt, Lt
 from torch import Tensor
 
+from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS, KERNELS, POLICIES
 from mmrl.core.types import Kernel, Prompt, Rollout
@@ -105,7 +106,7 @@ class AnyPipeline(ReplayedPolicy, EncodesMedia):
         vae_tiling: bool = False,
         vae_slicing: bool = False,
         attention: Attention = "auto",
-        compile: bool | str = False,
+        compile: Annotated[bool | str, FREE_AT_RESUME] = False,
         quantization: Quantization | None = None,
         skip_blocks: Sequence[str] = (),
         scheduler: Sampler = "own",

@@ -11,17 +11,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.core import distributed
+from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
 from mmrl.policies.compiling import check_backend
 from mmrl.utils.machine import version
 
-Attention = Literal["auto", "xformers", "sdpa", "flash"]
+Attention = Annotated[Literal["auto", "xformers", "sdpa", "flash"], FREE_AT_RESUME]
 # the names of diffusers' dispatcher
 BACKENDS = {"sdpa": "native", "xformers": "xformers", "flash": "flash"}
 PACKAGES = {"xformers": "xformers", "flash": "flash-attn"}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mmrl.core import pretrained
 from mmrl.core.contract import check_memory, returned, unpacked
+from mmrl.core.effects import REFUSED_AT_RESUME
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name
 from mmrl.core.types import Media, Prompt, Rollout
@@ -50,8 +51,8 @@ class Module(FlowPolicy, EncodesMedia):
 
     def __init__(
         self,
-        net: str,
-        shape: Sequence[Annotated[int, Ge(1)]],
+        net: Annotated[str, REFUSED_AT_RESUME],
+        shape: Annotated[Sequence[Annotated[int, Ge(1)]], REFUSED_AT_RESUME],
         field: str | None = "label",
         empty: Value | None = None,
         vae: str | None = None,

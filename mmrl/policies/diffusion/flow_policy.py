@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mmrl.config.options import Steps
 from mmrl.core.distributions import Gaussian, Score
+from mmrl.core.effects import FREE_AT_RESUME, Effects
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
@@ -117,10 +118,10 @@ class FlowPolicy(FlowPasses, Replays):
         trajectory_dtype: Storage = "float32",
         logprob_reduction: Literal["mean", "sum"] = "mean",
         solver: Annotated[Solver, SOLVERS] | None = None,
-        tree: Tree | None = None,
+        tree: Annotated[Tree | None, Effects(branches=True)] = None,
         flash_step_ratio: float | None = None,
         logprob_type: Literal["density", "square"] = "density",
-        offload_trajectory: bool = False,
+        offload_trajectory: Annotated[bool, FREE_AT_RESUME] = False,
         **options: Any,
     ):
         super().__init__(net, **options)

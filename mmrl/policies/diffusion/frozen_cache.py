@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from mmrl.core.effects import FREE_AT_RESUME
 from samplers.batching import chunks
 
-Placement = Literal["offload", "keep", "cpu"]
+Placement = Annotated[Literal["offload", "keep", "cpu"], FREE_AT_RESUME]
 PLAIN = (bool, int, float, str, type(None))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mmrl.core import framing
 from mmrl.core.broken_rows import BrokenRows
+from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
 from mmrl.core.types import Copies, Prompt, Query, Rollout, Transition
@@ -76,7 +77,7 @@ class FolderPolicy(FlowPolicy, EncodesMedia):
         text_encoder_placement: Placement = "offload",
         text_cache: int = 20000,
         attention: Attention = "auto",
-        compile: bool | str = False,
+        compile: Annotated[bool | str, FREE_AT_RESUME] = False,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
         quantization: Quantization | None = None,

@@ -4,15 +4,16 @@ accelerator."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
+from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, tree_map
 from mmrl.policies.diffusion import diffusers_folder
 
-Placement = Literal["offload", "release", "keep", "cpu"]
+Placement = Annotated[Literal["offload", "release", "keep", "cpu"], FREE_AT_RESUME]
 Encoding = dict[str, Any]  # nest of tensors [1, *] of one key
 
 

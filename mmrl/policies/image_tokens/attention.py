@@ -4,15 +4,16 @@ chose."""
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
 
-Kernel = Literal["auto", "xformers", "sdpa", "flash"]
+Kernel = Annotated[Literal["auto", "xformers", "sdpa", "flash"], FREE_AT_RESUME]
 XFORMERS = "mmrl_xformers"  # our name among transformers' attentions
 
 

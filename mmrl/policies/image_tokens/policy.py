@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core.distributions import Dist, drawn
+from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.core.sharding import sharded
@@ -74,7 +75,7 @@ class ImageTokenPolicy(TokenPolicy):
         guidance_scale: float = 5.0,
         logprob_guidance: LogprobGuidance = "guided",
         attention: Kernel = "auto",
-        compile: bool | str = False,
+        compile: Annotated[bool | str, FREE_AT_RESUME] = False,
         **options: Any,
     ):
         super().__init__(net, **options)

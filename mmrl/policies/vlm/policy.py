@@ -16,6 +16,7 @@ from torch import Tensor
 from mmrl.config.options import Count
 from mmrl.core import pretrained
 from mmrl.core.broken_rows import BrokenRows
+from mmrl.core.effects import FREE_AT_RESUME, REFUSED_AT_RESUME, Effects
 from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import (
@@ -148,23 +149,24 @@ class VLM(Passes, Demonstrates, WritesText, LimitsLength):
         greedy_evaluation: bool = True,
         budgets: Budgets | None = None,
         coordinate_space: Coords | None = None,
-        prefix_sharing: Literal["auto", "prefix", "none"] = "auto",
+        prefix_sharing: Annotated[Literal["auto", "prefix", "none"], FREE_AT_RESUME] = "auto",
         dtype: Storage = "float32",
         engine: Engine = "own",
         vllm: VLLMOptions | None = None,
-        attention: Literal[
-            "sdpa", "eager", "flash_attention_2", "flash_attention_3", "xformers"
+        attention: Annotated[
+            Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "xformers"],
+            FREE_AT_RESUME,
         ] = "sdpa",
-        remove_padding: bool | None = None,
-        tree: TextTree | None = None,
+        remove_padding: Annotated[bool | None, FREE_AT_RESUME] = None,
+        tree: Annotated[TextTree | None, Effects(branches=True)] = None,
         lora: Lora | int | None = None,
-        train: Parts | None = None,
+        train: Annotated[Parts | None, REFUSED_AT_RESUME] = None,
         record_question_gain: bool = False,
         self_score: str | None = None,
         replay_routing: bool = False,
         refill: Refill = "none",
         quantization: Quantization | None = None,
-        compile: bool | str = False,
+        compile: Annotated[bool | str, FREE_AT_RESUME] = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ):

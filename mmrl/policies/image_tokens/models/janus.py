@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.core import pretrained
+from mmrl.core.effects import REFUSED_AT_RESUME
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
@@ -161,7 +162,7 @@ class Janus(EncodedImagePolicy):
         path: str,
         dtype: Storage = "float32",
         attention: Kernel = "auto",
-        train: Literal["language", "generation"] = "language",
+        train: Annotated[Literal["language", "generation"], REFUSED_AT_RESUME] = "language",
         lora: Lora | int | None = None,
         **options: Any,
     ):

@@ -11,6 +11,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.config.options import Count
+from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Copies, Point, Prompt, Rollout, per_prompt
@@ -41,7 +42,7 @@ class VAR(EncodedImagePolicy):
         path: str,
         vae: str | None = None,
         scale_alpha: Annotated[float, Ge(0)] = 0.0,
-        branch_at: Count | None = None,
+        branch_at: Annotated[Count | None, Effects(branches=True)] = None,
         branches: Annotated[int, Ge(2)] = 2,
         dtype: Storage = "float32",
         guidance_scale: float = 2.5,

@@ -1,0 +1,201 @@
+"""Derives which options do not go together from what they and their stages declare
+(``mmrl.core.effects``), in sentences that begin with the option's key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from mmrl.config.options import TrainOptions
+from mmrl.core.effects import REFUSED_AT_RESUME, Effects, Resumes
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, STAGES, Plugin, load_built_in, options
+
+NONE = Effects()
+ORDER: tuple[Resumes, ...] = ("free", "warned", "refused")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Holds something that ``train`` asks for: its key there, what it does, and its stage, if it
+    has one, with the options of it."""
+
+    key: str
+    effects: Effects
+    stage: Any = None
+    options: Any = None
+
+
+def asked(train: TrainOptions) -> Iterator[Asked]:
+    """List the options of ``train`` that are not at their defaults, and its stages."""
+    owners = stages_by_option()
+    for field in fields(TrainOptions):
+        value = getattr(train, field.name)
+        if value != field.default and field.name != "stages":
+            yield Asked(field.name, of_train(field.name), owners.get(field.name), value)
+    for stage in train.stages:
+        yield Asked(f"stages.{name_of(type(stage))}", stage.effects, type(stage), stage)
+
+
+def of_train(name: str) -> Effects:
+    """Look up what an option of ``train`` declares, itself or by its stage."""
+    stage = stages_by_option().get(name)
+    return stage.effects if stage else _declared(_annotations()[name]) or NONE
+
+
+def of_policy(entry: Plugin, name: str) -> Effects:
+    """Look up what an option of a policy declares, or that of the same name of a base. An option
+    ``path`` is the model that the policy begins from."""
+    for cls in getattr(entry, "__mro__", (entry,)):
+        parameter = options(cls).get(name)
+        effects = None if parameter is None else _declared(parameter.annotation)
+        if effects is not None:
+            return effects
+    return REFUSED_AT_RESUME if name == "path" else NONE
+
+
+def options_that(entry: Plugin, does: Callable[[Effects], bool]) -> list[str]:
+    """List the options of a policy with an effect."""
+    return [name for name in options(entry) if does(of_policy(entry, name))]
+
+
+def stages_by_option() -> Mapping[str, Any]:
+    """Return the stages that options of ``train`` ask for, by option."""
+    load_built_in()
+    stages: list[Any] = [*STAGES.values()]
+    return {stage.option: stage for stage in stages if stage.option}
+
+
+def name_of(stage: Any) -> str:
+    """Return the name under which a stage is registered, else that of its class."""
+    return next((name for name, entry in STAGES.items() if entry is stage), stage.__name__)
+
+
+def resumes(path: tuple[str, ...]) -> Resumes:
+    """Say what it means for a run that goes on that an option changes: ("train", option, ...) or
+    ("policy", name, option, ...)."""
+    if path[0] == "train":
+        return of_train(path[1]).resumes
+    try:
+        return of_policy(POLICIES.find(path[1]), path[2]).resumes
+    except UserError:  # it lives in a Python session that has ended
+        return NONE.resumes
+
+
+def stages_resume(before: list[Any], after: list[Any]) -> Resumes:
+    """Say what it means for a run that goes on that its stages are others, {name: options} each:
+    the most that one of them says."""
+    changed = [each for each in (*before, *after) if each not in before or each not in after]
+    stages: list[Any] = [STAGES.find(name) for each in changed for name in each]
+    declared = (stage.effects.resumes for stage in stages)
+    return max(declared, key=ORDER.index, default=NONE.resumes)
+
+
+# what does not go together
+
+
+def unsupported(train: TrainOptions, policy: Any) -> Iterator[str]:
+    """List what a policy, an object or a class with ``capabilities``, cannot take."""
+    for each in asked(train):
+        for option, why in each.stage.unfit(each.options, policy) if each.stage else ():
+            yield f"train.{each.key}{option and f'.{option}'}: {why}"
+
+
+def idle(train: TrainOptions, why: str) -> Iterator[str]:
+    """List what does nothing where answers come from the data; ``why``: what is missing."""
+    for key in _that(train, lambda effects: effects.idle_without_samples):
+        yield f"train.{key}: {why}, so it would do nothing: leave it out"
+
+
+def renaming(train: TrainOptions) -> Iterator[str]:
+    """List what gives rows other names, by which an objective that follows the reward's gradient
+    draws the noise of their paths again."""
+    for key in _that(train, lambda effects: effects.renames_rows):
+        yield (
+            f"train.{key}: this objective draws the noise of every path again, by the names "
+            f"that rows have now; leave it out, or choose policy_gradient"
+        )
+
+
+def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:
+    """List what a policy whose samples branch cannot take."""
+    for key in _that(train, lambda effects: effects.exchanges_rows):
+        yield (
+            f"train.{key}: it exchanges single answers, and those of a tree share their "
+            f"beginnings; leave it out, or the policy's tree"
+        )
+
+
+def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:
+    """List what a policy's ``refill`` would do nothing with."""
+    for key in _that(train, lambda effects: effects.begins_answers):
+        yield (
+            f"train.{key}: answers that begin with an earlier one are not refilled, so that "
+            f"policy.refill would do nothing: set it to none, or leave {key} out"
+        )
+
+
+def unsuited_to_parts(train: TrainOptions) -> Iterator[str]:
+    """List what does not go with answers that several iterations write."""
+    for each in asked(train):
+        effects = each.effects
+        if each.key != "partial_rollout" and (effects.looks_at_samples or effects.changes_sampling):
+            yield (
+                f"train.{each.key}: it looks at the answers of an iteration, of which "
+                f"train.partial_rollout leaves some to the next: leave one of them out"
+            )
+
+
+def unsuited_to_workers(train: TrainOptions, ahead: bool) -> Iterator[str]:
+    """List what cannot be had where workers of a cluster sample; ``ahead``: they sample for
+    iterations to come."""
+    for each in asked(train):
+        elsewhere = each.effects.changes_sampling
+        if elsewhere or (ahead and each.effects.looks_at_samples):
+            where = "elsewhere" if elsewhere else "ahead (ray.staleness)"
+            yield f"train.{each.key}: it cannot be had with sampling {where}: leave one of them out"
+
+
+def unsuited_to_sizes(train: TrainOptions, sizes: int) -> Iterator[str]:
+    """List what cannot be had where rows of the data have so many sizes."""
+    for key in _that(train, lambda effects: effects.returns_rows):
+        yield (
+            f"train.{key}: the rows of data have {sizes} sizes, and remembered samples of one "
+            "size do not fit beside those of another; leave it out, or give rows of one size"
+        )
+
+
+def pathless(train: TrainOptions) -> Iterator[str]:
+    """List what brings pictures of others, where the objective follows the sampler's path."""
+    for key in _that(train, lambda effects: effects.brings_answers):
+        yield (
+            f"train.{key}: the objective follows the steps of the sampler, which nobody knows "
+            "of a picture that was made elsewhere; choose one of finished samples, such as "
+            "diffusion_dpo, awm or rwr, or give policy_gradient its option sft"
+        )
+
+
+def in_dry_run(train: TrainOptions) -> TrainOptions:
+    """Leave out what a dry run, without weights and data, does not take."""
+    left_out = (field for field in fields(TrainOptions) if not of_train(field.name).in_dry_run)
+    plain: dict[str, Any] = {field.name: field.default for field in left_out}
+    stages = tuple(stage for stage in train.stages if stage.effects.in_dry_run)
+    return replace(train, stages=stages, **plain)
+
+
+def _that(train: TrainOptions, does: Callable[[Effects], bool]) -> Iterator[str]:
+    """List the keys of what ``train`` asks for that has an effect."""
+    return (each.key for each in asked(train) if does(each.effects))
+
+
+@cache
+def _annotations() -> Mapping[str, Any]:
+    return get_type_hints(TrainOptions, include_extras=True)
+
+
+def _declared(annotation: Any) -> Effects | None:
+    """Return the effects in an annotation."""
+    metadata = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((item for item in metadata if isinstance(item, Effects)), None)

@@ -1,0 +1,47 @@
+"""Declares what an option does to an iteration, once, where the option is written: a stage has
+``effects``, any other option has them in its annotation, ``Annotated[int, Effects(...)]``.
+
+``mmrl.config.effects`` derives from it what goes with what: no list elsewhere names an option.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Resumes = Literal["free", "warned", "refused"]
+
+
+@dataclass(frozen=True)
+class Effects:
+    """States what an option of ``train``, or a stage, does to an iteration; of options of a policy
+    only the last three are asked."""
+
+    # does nothing where answers come from the data
+    idle_without_samples: bool = False
+    # needs the samples of an iteration before those of the next are drawn
+    looks_at_samples: bool = False
+    # changes the policy, or its context, in ways that a worker elsewhere does not hear of
+    changes_sampling: bool = False
+    # lets answers begin with earlier ones
+    begins_answers: bool = False
+    # exchanges, adds or remembers single rows of a group, which those of a tree are not
+    exchanges_rows: bool = False
+    # gives rows other names, which are the key of the noise on their paths
+    renames_rows: bool = False
+    # puts rows of earlier iterations beside those of this one
+    returns_rows: bool = False
+    # puts answers that others made in groups
+    brings_answers: bool = False
+    # a dry run, which has neither weights nor data, takes it as it is; False: leaves it out
+    in_dry_run: bool = True
+    # what a change means for a run that goes on
+    resumes: Resumes = "warned"
+    # samples share their beginnings
+    branches: bool = False
+    # settles how many rows a pass has
+    sizes_passes: bool = False
+
+
+FREE_AT_RESUME = Effects(resumes="free")  # where, how fast, what is kept of it: not what is learned
+REFUSED_AT_RESUME = Effects(resumes="refused")  # the run would be another
