@@ -151,6 +151,26 @@ def load_clip(model: str, pretrained: str, device: str | torch.device = "auto") 
     return clip
 
 
+def load_named(clip: str, device: str | torch.device = "auto") -> Clip:
+    """Load the model of one text: ``name/tag`` of open_clip, or anything else that ``load_clip``
+    takes."""
+    return load_clip(*split_name(clip), device)
+
+
+def split_name(clip: str) -> tuple[str, str]:
+    """Split ``ViT-L-14/openai`` into name and tag; folders, hub and world ids have no tag."""
+    place = Path(clip.removeprefix("local-dir:")).expanduser()
+    if (
+        clip.startswith(("hf-hub:", "world:", "local-dir:"))
+        or place.is_dir()
+        or place.is_absolute()
+        or clip[0] in ".~"
+    ):
+        return clip, ""
+    name, _, tag = clip.partition("/")
+    return name, tag or "openai"
+
+
 def resolve(model: str, pretrained: str) -> tuple[str, str | None]:
     """Return the two names ``open_clip.create_model`` wants; a folder or hub id brings its own
     weights (tag None)."""

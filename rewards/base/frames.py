@@ -45,7 +45,8 @@ class FrameReward(ABC):
                 return self.score(pictures, conditions[rows])
             return self.score(pictures, [conditions[row] for row in rows])
 
-        return each_frame(media, self.name, self.batch_size, score)
+        with own_precision(self.device.type):  # of its networks, wherever the media are
+            return each_frame(media, self.name, self.batch_size, score)
 
     def conditions(self, prompts: list[Prompt]) -> list[Any] | Tensor:
         """Return what ``score`` takes of each of the B prompts, made once for all their frames."""
@@ -63,11 +64,11 @@ class PromptReward(FrameReward):
         return texts_of(prompts, self.name)
 
 
-@torch.no_grad()
 def each_frame(
     media: Tensor, reward: str, batch_size: int, score: Callable[[Tensor, list[int]], Tensor]
 ) -> Tensor:
-    """Return the mean over its frames of the score of every sample, outside autocast.
+    """Return the mean over its frames of the score of every sample, outside autocast; with a
+    gradient where the media ask for one.
 
     Args:
         media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1.
@@ -82,7 +83,8 @@ def each_frame(
     count = stack.shape[1]
     pictures = stack.flatten(0, 1)
     scores = []
-    with own_precision(media.device.type):
+    with_gradient = torch.is_grad_enabled() and stack.requires_grad
+    with own_precision(media.device.type), torch.set_grad_enabled(with_gradient):
         for start in range(0, len(pictures), batch_size):
             part = pictures[start : start + batch_size]
             rows = [place // count for place in range(start, start + len(part))]

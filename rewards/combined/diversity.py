@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt, Reward
-from rewards.base.clip import load_clip
+from rewards.base.clip import load_named
 from rewards.base.groups import groups_of
 from rewards.base.media import frames
 from rewards.card import Card, card
@@ -31,9 +31,7 @@ class Similarity:
     None compares coarse pixels."""
 
     def __init__(self, clip: str | None):
-        from rewards.heads.aesthetic import split_name
-
-        self.clip = None if clip is None else load_clip(*split_name(clip))
+        self.clip = None if clip is None else load_named(clip)
 
     def __call__(self, media: Media) -> Tensor:
         if not isinstance(media, Tensor):

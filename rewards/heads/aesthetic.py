@@ -9,25 +9,24 @@ between them but dropout: in use, an affine function of the unit CLIP embedding.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any
 
 import torch
-from annotated_types import Ge
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from mmrl.core.weight_files import read_tensors
-from rewards.base.clip import Clip, load_clip
-from rewards.base.media import frame_mean, frames
-from rewards.base.precision import own_precision
+from rewards.base.clip import Clip, load_named
+from rewards.base.frames import BatchSize, FrameReward
+from rewards.base.hf import Preprocess
 from rewards.card import card
+from rewards.heads.embedding import Head, linear_layers
 
 HEAD = "~/.cache/mmrl/sac+logos+ava1-l14-linearMSE.pth"
 SOURCE = "https://github.com/christophschuhmann/improved-aesthetic-predictor"
 WIDTHS = (1024, 128, 64, 16, 1)
-KINDS = ("weight", "bias")
 PLACES = (0, 2, 4, 6, 7)  # of the linear layers in the published module, between its dropouts
 
 
@@ -39,7 +38,7 @@ PLACES = (0, 2, 4, 6, 7)  # of the linear layers in the published module, betwee
     scaling="about 1..10, open; 0.1 brings it near 0..1",
     source=f"head: [improved-aesthetic-predictor]({SOURCE}); CLIP as in `clip_score`",
 )
-class Aesthetic:
+class Aesthetic(FrameReward):
     """Score a picture by LAION's aesthetic predictor (about 1 to 10), times ``scale``.
 
     The prompt is not looked at. Of a video, the mean over its frames.
@@ -63,22 +62,24 @@ class Aesthetic:
             another width.
     """
 
+    name = "aesthetic"
+
     def __init__(
         self,
         head: str = HEAD,
         clip: str | None = "ViT-L-14/openai",
         scale: float = 1.0,
-        preprocess: Literal["tensor", "pil"] = "tensor",
-        batch_size: Annotated[int, Ge(1)] = 64,
+        preprocess: Preprocess = "tensor",
+        batch_size: BatchSize = 64,
         device: str = "auto",
     ):
+        super().__init__(batch_size, device)
         self.scale = scale
         self.exact = preprocess == "pil"
-        self.batch_size = batch_size
         self.head = load_head(head)
         self.clip: Clip | None = None
         if clip is not None:
-            self.clip = load_clip(*split_name(clip), device)
+            self.clip = load_named(clip, self.device)
             self.head.to(self.clip.device)
             width = self.clip.embed_images(torch.full((1, 3, 32, 32), 0.5)).shape[1]
             self._check_width(width, head, clip)
@@ -93,36 +94,25 @@ class Aesthetic:
             )
 
     def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
-        """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        return self.scale * super().__call__(media, prompts)
+
+    def score(self, pictures: Tensor, conditions: Any) -> Tensor:
         if self.clip is None:
             raise UserError(
                 "this aesthetic reward was built with clip: null and can only score embeddings"
             )
-        stack = frames(media, "aesthetic")
-        # [B F, E]
-        images = self.clip.embed_images(stack.flatten(0, 1), self.batch_size, self.exact)
-        with own_precision(images.device.type):
-            scores = self.head(images)
-        return self.scale * frame_mean(scores, stack.shape[1]).cpu()
+        scores: Tensor = self.head(self.clip.embed_images(pictures, self.batch_size, self.exact))
+        return scores
 
 
-class Head(nn.Module):
-    """Maps E - 1024 - 128 - 64 - 16 - 1, linear all the way; named as in the published file without
-    its dropouts."""
-
-    def __init__(self, width: int = 768):
-        super().__init__()
-        sizes = (width, *WIDTHS)
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+class ScalarHead(Head):
+    """Maps [..., E] -> [...]."""
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Map [..., E] unit vectors -> [...] scores."""
-        for layer in self.layers:
-            embeddings = layer(embeddings)
-        return embeddings.squeeze(-1)
+        return super().forward(embeddings).squeeze(-1)
 
 
-def load_head(path: str) -> Head:
+def load_head(path: str) -> ScalarHead:
     """Load the head in float32, frozen, on the CPU; its input width is read from the file (768 as
     published)."""
     file = Path(path).expanduser()
@@ -133,25 +123,20 @@ def load_head(path: str) -> Head:
             "or say where it is with `head`"
         )
     tensors = read_tensors(file)
-    renamed = {
-        f"layers.{i}.{kind}": f"layers.{place}.{kind}"
-        for i, place in enumerate(PLACES)
-        for kind in KINDS
-    }
-    if set(tensors) != set(renamed.values()) or tensors["layers.0.weight"].ndim != 2:
+    names = [f"layers.{place}.{kind}" for place in PLACES for kind in ("weight", "bias")]
+    if set(tensors) != set(names) or tensors["layers.0.weight"].ndim != 2:
         raise UserError(
             f"{file} is not a LAION aesthetic head: it holds {brief(tensors)}; expected "
             f"layers.0.weight ..."
         )
-    with torch.random.fork_rng(devices=[]):
-        head = Head(tensors["layers.0.weight"].shape[1])
-    try:
-        head.load_state_dict({ours: tensors[theirs].float() for ours, theirs in renamed.items()})
-    except RuntimeError as error:
-        widths = "-".join(str(w) for w in (head.layers[0].in_features, *WIDTHS))
+    widths = (tensors["layers.0.weight"].shape[1], *WIDTHS)
+    shapes = [shape for a, b in zip(widths, WIDTHS) for shape in ((b, a), (b,))]
+    if [tuple(tensors[name].shape) for name in names] != shapes:
+        listed = "-".join(map(str, widths))
         raise UserError(
-            f"{file} is not a LAION aesthetic head of widths {widths}: {brief(tensors)}"
-        ) from error
+            f"{file} is not a LAION aesthetic head of widths {listed}: {brief(tensors)}"
+        )
+    head = ScalarHead(linear_layers(tensors, names[::2]))
     return head.eval().requires_grad_(False)
 
 
@@ -162,17 +147,3 @@ def brief(tensors: dict[str, Tensor]) -> str:
         if shown
         else "nothing"
     )
-
-
-def split_name(clip: str) -> tuple[str, str]:
-    """Split ``ViT-L-14/openai`` into name and tag; folders, hub and world ids have no tag."""
-    place = Path(clip.removeprefix("local-dir:")).expanduser()
-    if (
-        clip.startswith(("hf-hub:", "world:", "local-dir:"))
-        or place.is_dir()
-        or place.is_absolute()
-        or clip[0] in ".~"
-    ):
-        return clip, ""
-    name, _, tag = clip.partition("/")
-    return name, tag or "openai"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,20 +17,19 @@ from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
 from mmrl.core.weight_files import metadata, read_tensors
-from rewards.base.clip import load_clip
+from rewards.base.clip import load_named
+from rewards.base.frames import BatchSize
 from rewards.base.hf import POOLER, load_model, load_processor
 from rewards.base.media import frames
 from rewards.base.precision import own_precision
 from rewards.base.prompt import texts_of
 from rewards.base.tensors import fetch
 from rewards.card import Card, card
-from rewards.heads.aesthetic import split_name
 
 Activation = Literal["none", "relu", "gelu", "silu"]
 Features = Literal["media", "media_and_text"]
 Pool = Literal["mean", "last"]
 ACTIVATIONS = {"none": nn.Identity, "relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
-BatchSize = Annotated[int, Ge(1)]
 
 
 class Head(nn.Module):
@@ -87,21 +86,27 @@ def load_head(where: str, activation: Activation | None = None) -> Head:
     if not names or not chained:
         listed = ", ".join(f"{name} {list(value.shape)}" for name, value in tensors.items())
         raise UserError(f"{file} holds no chain of linear layers: {listed[:200] or 'nothing'}")
+    head = Head(linear_layers(tensors, names), activation or _activation_in(file))
+    for name, values in (("mean", head.mean), ("std", head.std)):
+        if name in tensors:
+            if tensors[name].shape != values.shape:
+                raise UserError(f"{file}: {name} must hold {head.width} numbers, one an input")
+            values.copy_(tensors[name])
+    return head.eval().requires_grad_(False)
+
+
+def linear_layers(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[nn.Linear]:
+    """Make float32 layers of the weights [out, in] of these names, with their biases, if any."""
     layers = []
-    for name, (outputs, inputs) in zip(names, shapes, strict=True):
+    for name in names:
         bias = tensors.get(name.removesuffix("weight") + "bias")
+        outputs, inputs = tensors[name].shape
         layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias is not None)
         layer.weight.data = tensors[name].float()
         if bias is not None:
             layer.bias.data = bias.float()
         layers.append(layer)
-    head = Head(layers, activation or _activation_in(file))
-    for name in ("mean", "std"):
-        if name in tensors:
-            if tensors[name].shape != (head.width,):
-                raise UserError(f"{file}: {name} must hold {head.width} numbers, one an input")
-            getattr(head, name).copy_(tensors[name])
-    return head.eval().requires_grad_(False)
+    return layers
 
 
 def _activation_in(file: Path) -> Activation:
@@ -142,7 +147,7 @@ class Encoder:
         self.joined = features == "media_and_text"
         self.pool = pool
         self.batch_size = batch_size
-        self.clip = None if clip is None else load_clip(*split_name(clip), device)
+        self.clip = None if clip is None else load_named(clip, device)
         self.network: nn.Module | None = None
         if text_model is not None:
             self.network = load_model("AutoModel", text_model, device, unread=POOLER)

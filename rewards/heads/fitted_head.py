@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as nnf
-from annotated_types import Ge
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
-from rewards.base.clip import load_clip
+from rewards.base.clip import load_named
+from rewards.base.frames import BatchSize, FrameReward
 from rewards.base.hf import Eyes, load_model
-from rewards.base.media import frame_mean, frames
 from rewards.base.precision import own_precision
 from rewards.card import card
-from rewards.heads.aesthetic import split_name
 from rewards.heads.embedding import load_head
 
 Kind = Literal["clip", "vision"]
@@ -32,12 +30,18 @@ class PictureFeatures:
     vision model of transformers (``vision``): its pooled output where it has one, as CLIP and
     SigLIP do, else the first token, as for DINO. Gradients reach the pictures."""
 
-    def __init__(self, kind: Kind, model: str, batch_size: int = 64, device: str = "auto"):
+    def __init__(
+        self,
+        kind: Kind,
+        model: str,
+        batch_size: int = 64,
+        device: str | torch.device = "auto",
+    ):
         self.kind = kind
         self.model = model
         self.batch_size = batch_size
         if kind == "clip":
-            self.clip = load_clip(*split_name(model), device)
+            self.clip = load_named(model, device)
             return
         network = load_model("AutoModel", model, device)
         self.network: Any = getattr(network, "vision_model", network)
@@ -69,7 +73,7 @@ class PictureFeatures:
     licence="of the model and your ratings",
     scaling="that of the ratings; of pairs, log-odds of being preferred",
 )
-class FittedHead:
+class FittedHead(FrameReward):
     """Score pictures by a head that ``mmrl fit-head`` fitted to ratings or pairs of your own.
 
     The prompt is not looked at. Of a video, the mean over its frames. ``head.json`` beside the
@@ -85,18 +89,21 @@ class FittedHead:
         UserError: a folder without a head, or a head that does not fit its features.
     """
 
+    name = "fitted_head"
+
     def __init__(
         self,
         path: str,
         scale: float = 1.0,
-        batch_size: Annotated[int, Ge(1)] = 64,
+        batch_size: BatchSize = 64,
         device: str = "auto",
     ):
+        super().__init__(batch_size, device)
         folder = Path(path).expanduser()
         about = read_about(folder)
         self.scale = scale
         self.head: nn.Module = load_head(str(folder / WEIGHTS))
-        self.features = PictureFeatures(about["kind"], about["model"], batch_size, device)
+        self.features = PictureFeatures(about["kind"], about["model"], batch_size, self.device)
         probe = self.features(torch.full((1, 3, 32, 32), 0.5))
         if probe.shape[1] != self.head.width or self.head.outputs != 1:
             raise UserError(
@@ -106,12 +113,11 @@ class FittedHead:
         self.head.to(probe.device)
 
     def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
-        """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        stack = frames(media, "fitted_head")
-        features = self.features(stack.flatten(0, 1))
-        with own_precision(features.device.type):
-            scores = self.head(features).squeeze(-1)
-        return self.scale * frame_mean(scores, stack.shape[1]).cpu()
+        return self.scale * super().__call__(media, prompts)
+
+    def score(self, pictures: Tensor, conditions: Any) -> Tensor:
+        scores: Tensor = self.head(self.features(pictures)).squeeze(-1)
+        return scores
 
 
 def read_about(folder: Path) -> dict[str, Any]:

@@ -3,16 +3,16 @@ CLIPScore, arXiv:2104.08718)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.base.clip import load_clip
-from rewards.base.media import frame_mean, frames
+from rewards.base.frames import BatchSize, FrameReward
+from rewards.base.hf import Preprocess
 from rewards.base.scale import factor, raw, scaling
 from rewards.card import card
 
@@ -36,7 +36,7 @@ SCALES = {
     "clipscore = 2.5 max(0, cos)",
 )
 @REWARDS.register("clip_score")
-class ClipScore:
+class ClipScore(FrameReward):
     """Score a picture by the cosine of its CLIP embedding and the prompt's, scaled.
 
     Of a video, the mean over its frames. Published scalings: ``cosine`` (also 100 cos / 100,
@@ -59,29 +59,28 @@ class ClipScore:
             fetch.
     """
 
+    name = "clip_score"
+
     def __init__(
         self,
         model: str = "ViT-L-14",
         pretrained: str = "openai",
         scale: float | Named = 1.0,
-        preprocess: Literal["tensor", "pil"] = "tensor",
-        batch_size: Annotated[int, Ge(1)] = 64,
+        preprocess: Preprocess = "tensor",
+        batch_size: BatchSize = 64,
         device: str = "auto",
     ):
+        super().__init__(batch_size, device)
         self.scale = scaling(scale, SCALES, "clip_score")
         self.exact = preprocess == "pil"
-        self.batch_size = batch_size
-        self.clip = load_clip(model, pretrained, device)
+        self.clip = load_clip(model, pretrained, self.device)
 
-    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
-        """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        stack = frames(media, "clip_score")
-        texts = [text_of(prompt) for prompt in prompts]
-        # [B F, E]
-        images = self.clip.embed_images(stack.flatten(0, 1), self.batch_size, self.exact)
-        words = self.clip.embed_texts(texts, self.batch_size)  # [B, E]
-        cosines = (images * words.repeat_interleave(stack.shape[1], dim=0)).sum(-1)
-        return frame_mean(self.scale(cosines), stack.shape[1]).cpu()
+    def conditions(self, prompts: list[Prompt]) -> Tensor:
+        return self.clip.embed_texts([text_of(prompt) for prompt in prompts], self.batch_size)
+
+    def score(self, pictures: Tensor, words: Tensor) -> Tensor:
+        images = self.clip.embed_images(pictures, self.batch_size, self.exact)
+        return self.scale((images * words).sum(-1))
 
 
 def text_of(prompt: Prompt) -> str:

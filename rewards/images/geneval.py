@@ -18,7 +18,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
-from rewards.base.clip import load_clip
+from rewards.base.clip import load_named
 from rewards.base.frames import BatchSize, FrameReward
 from rewards.base.hf import Precision
 from rewards.base.media import to_uint8
@@ -95,10 +95,8 @@ class GenEval(FrameReward):
         **options: Any,
     ):
         super().__init__(batch_size, **options)
-        from rewards.heads.aesthetic import split_name
-
         self.detector = Detector(detector, self.device, dtype)
-        self.clip = load_clip(*split_name(clip), self.device)
+        self.clip = load_named(clip, self.device)
         self.form = form
         self.thresholds = (threshold, counting_threshold)
         self.most = most
