@@ -20,6 +20,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES
 from mmrl.core.types import Prompt
 from mmrl.policies.base import Policy as Model
+from mmrl.policies.contracts import EvaluatesGreedily
 from mmrl.run import build, checkpoint, evaluation
 from mmrl.train.device import Device
 from mmrl.utils.files import whole_folder
@@ -123,7 +124,7 @@ def model_of(handle: Policy) -> Model:
 def _choosing(model: Model, likeliest: bool) -> Iterator[None]:
     """Let a model that writes take the likeliest answer, or sample, inside the block."""
     before = {name: getattr(model, name) for name in GREEDY if hasattr(model, name)}
-    if not likeliest:
+    if not likeliest and isinstance(model, EvaluatesGreedily):
         model.sample_in_evaluation()
     try:
         yield

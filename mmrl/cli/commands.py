@@ -356,7 +356,7 @@ def _prepared(session: Session, best: Selection | None, judges: Scorer) -> evalu
     or all candidates would be one."""
     if best is None:
         return None
-    session.policy.sample_in_evaluation()
+    evaluation.sample_in_evaluation(session.policy)
     name = best.by if best.by in judges.rewards else build.short_names([best.by])[best.by]
     return evaluation.BestOf(best.count, Scorer({name: judges.rewards[name]}))
 

@@ -56,7 +56,7 @@ def label(path: Path, file: Path, how: Labelling, overrides: Sequence[str] = ())
     session, _ = commands.opened(path, overrides, how.at, judged=bool(how.by))
     scorer = _scorer(session, how.by)
     prompts = _prompts(session, how)
-    session.policy.sample_in_evaluation()
+    evaluation.sample_in_evaluation(session.policy)
     pictures = file.with_name(f"{file.stem}-files")
     pairs = 0
     size = max(1, ROWS // how.num_samples)

@@ -35,7 +35,7 @@ from mmrl.objectives.forward_process.base import mean_square, velocity
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.terms import KLPenalty, TimestepShare, TimestepWeighting
 from mmrl.policies.base import Policy, Reads
-from mmrl.policies.contracts import Demonstrates
+from mmrl.policies.contracts import Branches, Demonstrates
 from samplers.noise import Rng
 from samplers.processes import noised
 
@@ -135,7 +135,7 @@ class DistributionMatching(PolicyGradient):
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
         yield from few_step.unfit(policy)
-        if capabilities_of(policy) is not None and policy.tree is not None:
+        if Branches.kept_by(policy) and policy.tree is not None:
             yield "teacher", "the student's samples are single paths: leave out policy option tree"
         can = capabilities_of(policy)
         if self.judge is not None and can is not None and not Demonstrates.kept_by(policy):

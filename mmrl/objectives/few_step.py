@@ -14,6 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Point, SamplerState
 from mmrl.objectives.forward_process.base import VELOCITIES, velocity
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import FollowsProcess
 from mmrl.policies.teaching import misfits, signature
 from samplers.kernels import ddim, ode
 from samplers.processes import Consistent, Diffusion, Flow, Process
@@ -26,7 +27,7 @@ def unfit(policy: Any) -> Iterator[tuple[str, str]]:
     can = capabilities_of(policy)
     if can is None or can.decisions != "gaussian":
         return
-    process = policy.process
+    process = policy.process if FollowsProcess.kept_by(policy) else None
     if isinstance(process, Diffusion) and not isinstance(process, Consistent):
         yield (
             "teacher",
@@ -91,10 +92,9 @@ class FrozenTeacher:
 
 def process_of(policy: Policy) -> Process:
     """Return a flow or diffusion model's process. Raises UserError for models of tokens."""
-    process: Process | None = policy.process
-    if process is None:
+    if not isinstance(policy, FollowsProcess):
         raise UserError(VELOCITIES)
-    return process
+    return policy.process
 
 
 def many_step(process: Process) -> Process:

@@ -21,6 +21,7 @@ from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.terms import OF_TOKENS, KLPenalty
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import ScoresItself
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class LaSeR(PolicyGradient):
         yield from super().unfit(policy)
         if self.term(KLPenalty).options.form == "exact":
             yield "kl", "it has no exact form beside the last token; use form: k3"
-        if not isinstance(policy, type) and policy.self_score_id is None:
+        judges = isinstance(policy, ScoresItself) and policy.self_score_id is not None
+        if not isinstance(policy, type) and not judges:
             yield (
                 "weight",
                 "the policy has no token that judges its answers; set policy.vlm.self_score to one "
@@ -122,7 +124,7 @@ class LaSeR(PolicyGradient):
         return super().shaped(policy, rollout, rewards)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        token: int | None = policy.self_score_id
+        token = policy.self_score_id if isinstance(policy, ScoresItself) else None
         if token is None:  # ``unfit`` says so where a run is made
             return super().loss(policy, point)
         longer = judged(point, token)

@@ -19,6 +19,7 @@ from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import LatentPath, Point, Rollout, Transition, WholePath
 from mmrl.objectives.base import Differentiable, Objective, frozen
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import FollowsProcess
 from samplers.noise import Rng
 
 STEPS = "follows the sampler's steps"
@@ -77,7 +78,7 @@ class Draft(Objective):
                 far.append(self._distance(policy, step.replace(state=x), dist))
             x = dist.mean
             if path.stream is not None:
-                x = x + dist.std * policy.noise(path.stream, point.row_id, k)
+                x = x + dist.std * FollowsProcess.of(policy).noise(path.stream, point.row_id, k)
         reward = rewarded(self.reward, policy, point, x)
         observe("reward/differentiated", reward, point.mask)
         loss = -reward

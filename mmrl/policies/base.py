@@ -4,7 +4,7 @@ model."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,6 @@ from mmrl.policies.rollout_context import Reads as Reads
 from mmrl.policies.rollout_context import RolloutContext as RolloutContext
 from samplers.batching import Attempt, attempts, chunks, rows_that_fit
 from samplers.noise import Rng
-from samplers.warp import Warp
 
 SIZES_PASSES = Effects(resumes="free", sizes_passes=True)
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
@@ -50,17 +49,6 @@ class ParameterGroup:
     factor: float = 1.0
     lr: float | None = None
     name: str = "all"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Forward and backward passes to time for ``train.micro_batch_size: auto``."""
-
-    # a pass of n rows as in sampling, and as in training: [n, D] outputs, with their gradient
-    sample: Callable[[int], Tensor]
-    train: Callable[[int], Tensor]
-    sampled: tuple[int, ...]  # rows that each step of sampling passes through the network
-    trained: int  # rows of an epoch of training
 
 
 class Policy(ABC):
@@ -116,8 +104,6 @@ class Policy(ABC):
     # act: sampling, and scoring what was sampled
 
     guidance_scale: float | None = None  # of classifier-free guidance; None: it has none
-    process: Any = None  # of samplers.processes, that its states follow; None: it has none
-    tree: Any = None  # how its samples branch; None: they are single
     sampling_memory_gib: float | None = None  # that a pass of sampling may allocate
     # whether log-probs are those of guided samples; "conditional" leaves guidance out
     logprob_guidance: LogprobGuidance = "guided"
@@ -176,21 +162,9 @@ class Policy(ABC):
         guidance scale."""
         yield
 
-    def sample_in_evaluation(self) -> None:
-        """Sample in evaluation too, where a family takes the likeliest answer: the best of several
-        is chosen among different ones."""
-        return None
-
-    def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
-        """Draw once more the noise of step ``step`` of rows [B] (Gaussian decisions)."""
-        raise self._cannot("draws no noise on its path")
-
     # ----------------------------------------------------------------------------------------------
     # train: parameters, passes and what they need of memory
 
-    warp: Warp | None = None  # of the logits of tokens, in sampling and scoring
-    # the token behind an answer by which the policy scores itself; None: it does not
-    self_score_id: int | None = None
     # rows of one prompt share work, so they should share optimizer steps and passes
     adjacent: bool = False
     # a pass may leave trained weights out, such as those of a second expert
@@ -200,11 +174,6 @@ class Policy(ABC):
     compiled: bool = False  # the network's passes are, by torch.compile
     # most rows of a pass: what fitted the device's memory, or was fastest; None: no limit
     most: int | None = None
-
-    @property
-    def summed_dimensions(self) -> int:
-        """Count the dimensions that a decision's log-prob is summed over."""
-        return 1
 
     def active(self) -> nn.Module:
         """Choose the module for this pass: ``trained`` where gradients are recorded outside
@@ -220,12 +189,6 @@ class Policy(ABC):
         """Give the type of latents and log-probs: at least float32, whatever the network computes
         in."""
         return torch.promote_types(next(self.net.parameters()).dtype, torch.float32)
-
-    @property
-    def unsharded(self) -> Sequence[nn.Module]:
-        """List the frozen modules of ``net`` that every process keeps whole where its weights are
-        sharded: those that are called outside its passes, or only for some rows."""
-        return ()
 
     def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
         """Name the parameters that no output of a pass depends on."""
@@ -255,11 +218,6 @@ class Policy(ABC):
         count: where processes share its weights, one with fewer chunks passes its first row again
         for nothing. A collective call there."""
         return in_step(chunks(rows, size), slice(0, 1), self.device, sharded(self.net))
-
-    def idle_row(self, row: Rollout) -> Rollout:
-        """Prepare a sampled row [1] to be passed through the network by a process without rows
-        of its own: it must have a decision of every kind that the policy has."""
-        return row
 
     def attempts(self, size: int, least: int = 1) -> Iterator[Attempt]:
         """Yield attempts at work in passes of at most ``size`` rows; after an out-of-memory error,
@@ -299,11 +257,6 @@ class Policy(ABC):
         self.most = rows
         self.fixed_batch_rows = rows
 
-    def trial(self, prompts: list[Prompt], copies: Copies, reads: Reads) -> Trial:
-        """Offer passes whose speed can be measured. ``copies``: of each prompt of an iteration;
-        ``reads``: what the objective looks at."""
-        raise self._cannot("cannot measure its passes before it samples")
-
     def padded(self) -> int:
         """Return the number of rows every pass is filled up to; 0, none, with a memory budget."""
         return 0 if self.sampling_memory_gib is not None else self.fixed_batch_rows or 0
@@ -315,11 +268,6 @@ class Policy(ABC):
     def enable_gradient_checkpointing(self) -> None:
         if not turn_on_checkpointing(self.net):
             raise ValueError(f"{type(self.net).__name__} offers no gradient checkpointing")
-
-    def enable_context_parallel(self, ulysses_degree: int, ring_degree: int) -> None:
-        """Split the sequences of the network over groups of neighbouring processes; a collective
-        call, before the network is wrapped."""
-        raise UserError(f"train.context_parallel: {type(self).__name__} has no sequence to split")
 
     # ----------------------------------------------------------------------------------------------
     # data: prompts, what is known of them, and lengths
@@ -349,16 +297,6 @@ class Policy(ABC):
     code: Mapping[str, str] = {}
     news: list[str]  # sentences for the log, during training
     forwards: int = 0  # rows that went through the network so far
-
-    def spaces(self) -> dict[str, Any]:
-        """Describe the ``latents`` or the ``vocabulary`` of samples in plain data: a model that
-        judges them must have the same."""
-        return {}
-
-    def measures(self) -> dict[str, float]:
-        """Report a family's own curves of this process since the last call: before and after every
-        iteration."""
-        return {}
 
     def export(self, folder: Path) -> None:
         """Write the trained weights in the format of the model's own library."""

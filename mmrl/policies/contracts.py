@@ -7,19 +7,33 @@ be a class, or takes ``Replays.of(policy)``, which refuses all others in a sente
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
-from mmrl.core.types import Point, Prompt, Rollout
+from mmrl.core.types import Copies, Point, Prompt, Rollout
 from mmrl.policies.answers import clips_are_read, media_problem, opened
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, Reads
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.prompt_states import pooled
 from samplers.noise import Rng
+from samplers.processes import Process
+from samplers.warp import Warp
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Forward and backward passes to time for ``train.micro_batch_size: auto``."""
+
+    # a pass of n rows as in sampling, and as in training: [n, D] outputs, with their gradient
+    sample: Callable[[int], Tensor]
+    train: Callable[[int], Tensor]
+    sampled: tuple[int, ...]  # rows that each step of sampling passes through the network
+    trained: int  # rows of an epoch of training
 
 
 class Contract:
@@ -156,3 +170,116 @@ class Remasks(Policy, Contract):
         """Hide a random share of every prompt's tokens in the conditions, where the network reads
         tokens."""
         return cond
+
+
+class FollowsProcess(Policy, Contract):
+    """Follows a process between noise and data, in Gaussian steps."""
+
+    lack = "draws no noise on its path"
+    process: Process
+
+    @abstractmethod
+    def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
+        """Draw once more the noise of step ``step`` of rows [B]."""
+
+    @property
+    @abstractmethod
+    def summed_dimensions(self) -> int:
+        """Count the dimensions that a decision's log-prob is summed over."""
+
+
+class Branches(Policy, Contract):
+    """Draws samples that may share their beginnings."""
+
+    lack = "draws single samples"
+    tree: Any = None  # how they branch; None: they are single
+
+
+class MeasuresPasses(Policy, Contract):
+    """Offers passes to time before it samples, for ``train.micro_batch_size: auto``."""
+
+    lack = "cannot measure its passes before it samples"
+
+    @abstractmethod
+    def trial(self, prompts: list[Prompt], copies: Copies, reads: Reads) -> Trial:
+        """Offer passes whose speed can be measured. ``copies``: of each prompt of an iteration;
+        ``reads``: what the objective looks at."""
+
+
+class SplitsSequences(Policy, Contract):
+    """Splits the sequences of its network over processes."""
+
+    lack = "has no sequence to split"
+
+    @abstractmethod
+    def enable_context_parallel(self, ulysses_degree: int, ring_degree: int) -> None:
+        """Split them over groups of neighbouring processes; a collective call, before the network
+        is wrapped."""
+
+
+class KeepsWhole(Policy, Contract):
+    """Has modules that every process keeps whole where the weights are sharded."""
+
+    lack = "has no modules to keep whole"
+
+    @property
+    @abstractmethod
+    def unsharded(self) -> Sequence[nn.Module]:
+        """List frozen modules that are called outside the network's passes, or only for some
+        rows."""
+
+
+class FillsIdleRows(Policy, Contract):
+    """Has decisions of several kinds, of which a row may lack one."""
+
+    lack = "has decisions of one kind"
+
+    @abstractmethod
+    def idle_row(self, row: Rollout) -> Rollout:
+        """Prepare a sampled row [1] to be passed through the network by a process without rows of
+        its own: with a decision of every kind."""
+
+
+class WarpsLogits(Policy, Contract):
+    """Draws tokens from logits that are warped: by a temperature, or cut off."""
+
+    lack = "draws no tokens"
+    warp: Warp | None = None
+
+
+class ScoresItself(Policy, Contract):
+    """May judge its own answers, by the log-prob of a token behind them."""
+
+    lack = "judges no answers"
+    self_score_id: int | None = None  # the token; None: it does not judge
+
+
+class EvaluatesGreedily(Policy, Contract):
+    """Takes the likeliest answer in evaluation."""
+
+    lack = "samples in evaluation"
+
+    @abstractmethod
+    def sample_in_evaluation(self) -> None:
+        """Sample in evaluation too: the best of several is chosen among different ones."""
+
+
+class Measures(Policy, Contract):
+    """Has curves of its own."""
+
+    lack = "has no curves of its own"
+
+    @abstractmethod
+    def measures(self) -> dict[str, float]:
+        """Report the curves of this process since the last call: before and after every
+        iteration."""
+
+
+class NamesSpaces(Policy, Contract):
+    """Says in which space its samples lie, which a teacher has to share."""
+
+    lack = "names no space of its samples"
+
+    @abstractmethod
+    def spaces(self) -> dict[str, Any]:
+        """Describe the ``latents`` or the ``vocabulary`` of samples in plain data."""

@@ -27,7 +27,7 @@ from mmrl.core.types import (
     tree_map,
 )
 from mmrl.policies.base import Policy, without_empty
-from mmrl.policies.contracts import Remasks
+from mmrl.policies.contracts import NamesSpaces, Remasks
 
 STEPS: dict[str, type[SamplerState | MaskPass]] = {
     kind.__name__: kind for kind in (SamplerState, Transition, Renoised, MaskPass, MaskChoice)
@@ -49,7 +49,7 @@ def signature(policy: Policy) -> dict[str, Any]:
         "decisions": [can.decisions, can.makes, isinstance(policy, Remasks)],
         "size": None if policy.media_size is None else list(policy.media_size),
         "frames": policy.media_frames,
-        **policy.spaces(),
+        **(policy.spaces() if isinstance(policy, NamesSpaces) else {}),
     }
 
 

@@ -29,7 +29,7 @@ from mmrl.policies.base import (
     rows_of,
 )
 from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.contracts import Demonstrates, Replays
+from mmrl.policies.contracts import Demonstrates, Replays, WarpsLogits
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import FREE, drafted, verified
 from mmrl.policies.scores import Scored, Scorer, group_divergence, recorded
@@ -38,7 +38,7 @@ from samplers.noise import Rng
 from samplers.warp import EntropyScale, Warp
 
 
-class TokenPolicy(Replays):
+class TokenPolicy(Replays, WarpsLogits):
     """Trains a policy whose decisions are tokens. One pass scores all tokens of a row, unless a
     family says otherwise."""
 

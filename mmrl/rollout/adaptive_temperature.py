@@ -12,8 +12,9 @@ from mmrl.core.decisions import entropy_scale
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import WarpsLogits
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage
-from samplers.warp import EntropyScale, Warp
+from samplers.warp import EntropyScale
 
 
 @STAGES.register("adaptive_temperature")
@@ -32,8 +33,8 @@ class AdaptiveTemperature(Stage):
 
     @classmethod
     def build(cls, setup: Setup) -> AdaptiveTemperature | None:
-        warp = setup.policy.warp
-        if not isinstance(warp, Warp) or not warp.adaptive:
+        policy = setup.policy
+        if not isinstance(policy, WarpsLogits) or not policy.warp or not policy.warp.adaptive:
             return None
         if not setup.policy.record_entropy:
             raise UserError(

@@ -17,6 +17,7 @@ from mmrl.core.statistics import interval, is_binary, paired
 from mmrl.core.types import Media, Prompt, Rewards
 from mmrl.monitoring.diversity import diversity_of_prompts
 from mmrl.policies.base import Policy, RolloutContext
+from mmrl.policies.contracts import EvaluatesGreedily
 from mmrl.rollout import collect
 from mmrl.rollout.sizes import by_size
 from mmrl.run.set_metrics import mean_ap
@@ -25,6 +26,12 @@ from samplers.noise import Rng
 
 MOST_CANDIDATES = 64  # samples held at once while the best of several are chosen
 MOST_PROMPTS = 4096  # of which evaluation.json has every mean
+
+
+def sample_in_evaluation(policy: Policy) -> None:
+    """Sample in evaluation too, where the policy would take the likeliest answer."""
+    if isinstance(policy, EvaluatesGreedily):
+        policy.sample_in_evaluation()
 
 
 @dataclass(frozen=True)

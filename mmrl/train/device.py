@@ -16,6 +16,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core import distributed, peers
 from mmrl.core.errors import UserError
 from mmrl.policies.base import ParameterGroup
+from mmrl.policies.contracts import KeepsWhole, SplitsSequences
 from mmrl.policies.lora import keep_input_dtype
 from mmrl.train.shard_units import shard_classes, ties_kept
 
@@ -197,12 +198,11 @@ class Device:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is None or not self.sharded:
             return
+        whole = policy.unsharded if isinstance(policy, KeepsWhole) else ()
         if not plugin.transformer_cls_names_to_wrap:
-            plugin.transformer_cls_names_to_wrap = (
-                shard_classes(policy.net, policy.unsharded) or None
-            )
-        plugin.ignored_modules = list(policy.unsharded) or None
-        for module in policy.unsharded:
+            plugin.transformer_cls_names_to_wrap = shard_classes(policy.net, whole) or None
+        plugin.ignored_modules = list(whole) or None
+        for module in whole:
             module.to(self.accelerator.device)
 
     def _neighbours(self) -> int:
@@ -214,6 +214,10 @@ class Device:
         """Split the sequences of the network over the processes that hold the same rows."""
         split = self.options.context_parallel
         if split is not None and self._neighbours() > 1:
+            if not isinstance(policy, SplitsSequences):
+                raise UserError(
+                    f"train.context_parallel: {type(policy).__name__} {SplitsSequences.lack}"
+                )
             policy.enable_context_parallel(split.ulysses_degree, split.ring_degree)
 
     @property

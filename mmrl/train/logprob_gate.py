@@ -16,6 +16,7 @@ from mmrl.core import distributed
 from mmrl.core.metrics import Meter
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import FollowsProcess
 
 # Gaussian decisions: sampler and score are one function, and published clips go down to 2e-6
 EXACT = 1e-6
@@ -57,7 +58,8 @@ def tolerance(options: TrainOptions, policy: Policy, objective: Objective) -> fl
     if options.logprob_tolerance != "auto":
         return options.logprob_tolerance
     if policy.capabilities.decisions == "gaussian":
-        return min(EXACT * policy.summed_dimensions, min(objective.clip_bounds) / 10)
+        dimensions = policy.summed_dimensions if isinstance(policy, FollowsProcess) else 1
+        return min(EXACT * dimensions, min(objective.clip_bounds) / 10)
     return TOKENS[rounded(options, policy)] * amplified(policy)
 
 

@@ -19,7 +19,8 @@ import torch
 from mmrl.config.plan import Plan
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
-from mmrl.policies.base import Policy, Trial
+from mmrl.policies.base import Policy
+from mmrl.policies.contracts import Trial
 
 SIZES = 4  # that are tried: the largest, and its halves
 REPEATS = 2  # timed passes of a kind, after one that is not

@@ -16,6 +16,7 @@ from mmrl.core.host import sent
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import FillsIdleRows
 from mmrl.train import minibatches
 from mmrl.train.batch import Batch
 from mmrl.train.minibatches import Points
@@ -131,7 +132,9 @@ class Passes:
     def _idle_points(self, batch: Batch, rng: Rng) -> Iterator[Point]:
         """Make all points of a row, without anything to train on."""
         advantage = torch.zeros_like(batch.idle_row.logprob[:, :1])
-        row = self.policy.idle_row(batch.idle_row.replace(advantage=advantage))
+        row = batch.idle_row.replace(advantage=advantage)
+        if isinstance(self.policy, FillsIdleRows):
+            row = self.policy.idle_row(row)
         for point in self.objective.points(self.policy, row, rng):
             first = point[:1]
             yield first.replace(mask=torch.zeros_like(first.mask))

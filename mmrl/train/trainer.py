@@ -38,6 +38,7 @@ from mmrl.monitoring.completion_stats import finished
 from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
+from mmrl.policies.contracts import Measures, MeasuresPasses
 from mmrl.rollout import collect
 from mmrl.rollout.preferences import Compared, labelled
 from mmrl.rollout.sizes import by_size
@@ -133,7 +134,7 @@ class Trainer:
         if self.options.micro_batch_size == "auto" and self.pass_rows is None:
             self.measure_passes()
         forwards = self.policy.forwards
-        self.policy.measures()  # forget what was counted outside iterations
+        self._measured()  # forget what was counted outside iterations
         self.divergence.look(self.iteration)
         with self._likelihoods(), self.divergence.explained():
             batch = self.collect()
@@ -147,15 +148,19 @@ class Trainer:
         # of this process
         metrics["forwards"] = self.policy.forwards - forwards
         metrics["decisions"] = int(batch.rollout.mask.sum())
-        metrics |= self.policy.measures()
+        metrics |= self._measured()
         self.objective.adapt(batch.iteration, metrics)
         return metrics
+
+    def _measured(self) -> dict[str, float]:
+        return self.policy.measures() if isinstance(self.policy, Measures) else {}
 
     def measure_passes(self) -> None:
         """Choose the size of all passes from now on by how fast a few sizes are; a collective
         call."""
         prompts = self.next_prompts()[0][: self.plan.prompts_per_process]
-        trial = self.policy.trial(prompts, self.options.group_size, self.objective.states_read())
+        policy = MeasuresPasses.of(self.policy)
+        trial = policy.trial(prompts, self.options.group_size, self.objective.states_read())
         if self.objective.supervised or self.options.preferences is not None:
             trial = replace(trial, sampled=())
         with self.clock.time("measure_passes"):

@@ -156,7 +156,9 @@ def test_the_trainer_names_no_concrete_class():
             name.startswith(f"mmrl.{kind}.")
             for kind in ("policies", "objectives", "advantages", "worlds")
         )
-        protocol = below(name, "mmrl.policies.base", "mmrl.objectives.base")
+        protocol = below(
+            name, "mmrl.policies.base", "mmrl.policies.contracts", "mmrl.objectives.base"
+        )
         return concrete and not protocol or below(name, "rewards")
 
     assert not offenders(

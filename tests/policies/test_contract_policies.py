@@ -4,6 +4,8 @@ Its smallest options are in SMALLEST of tests/core/test_contract.py; the toys of
 tests/policies/test_families.py cover the families.
 """
 
+import json
+import math
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from mmrl.run import evaluation
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import passes
 from samplers.noise import Rng
+from samplers.warp import Warp
 from tests.core.test_contract import made
 
 registry.load_built_in()
@@ -316,6 +319,57 @@ def remasks(policy, rollout):
     assert policy.rates[0] == 1 and policy.rates[-1] == 0
 
 
+def follows_process(policy, rollout):
+    stream = rollout.trajectory.stream
+    if stream is not None:
+        noise = [policy.noise(stream, rollout.row_id, 0) for _ in range(2)]
+        assert torch.equal(*noise) and noise[0].shape == rollout.sample.shape
+    assert policy.summed_dimensions >= 1
+
+
+def branches(policy, rollout):
+    assert (policy.tree is None) == (rollout.edge_id is None)
+
+
+def measures_passes(policy, rollout):
+    if policy.capabilities.decisions == "mixed":
+        return  # train.micro_batch_size: auto is refused
+    trial = policy.trial(prompts_for(policy), COPIES, "sample")
+    assert trial.trained == len(rollout) and len(trial.sample(2)) == 2
+
+
+def keeps_whole(policy, rollout):
+    modules = set(policy.net.modules())
+    assert all(module in modules for module in policy.unsharded)
+    assert not any(p.requires_grad for module in policy.unsharded for p in module.parameters())
+
+
+def fills_idle_rows(policy, rollout):
+    kinds = {type(point.step) for point in policy.path(policy.idle_row(rollout[:1]))}
+    assert len(kinds) > 1
+
+
+def warps_logits(policy, rollout):
+    assert policy.warp is None or isinstance(policy.warp, Warp)
+
+
+def scores_itself(policy, rollout):
+    assert policy.self_score_id is None or policy.self_score_id >= 0
+
+
+def measures(policy, rollout):
+    policy.measures()
+    assert all(math.isfinite(value) for value in policy.measures().values())
+
+
+def names_spaces(policy, rollout):
+    assert set(json.loads(json.dumps(policy.spaces()))) <= {"latents", "vocabulary"}
+
+
+def elsewhere(policy, rollout):
+    """Tested by the last test of this file, or with processes (tests/train)."""
+
+
 # what a policy must do that keeps one of mmrl/policies/contracts.py
 KEPT = {
     contracts.Replays: replays,
@@ -325,6 +379,17 @@ KEPT = {
     contracts.WritesText: writes_text,
     contracts.LimitsLength: limits_length,
     contracts.Remasks: remasks,
+    contracts.FollowsProcess: follows_process,
+    contracts.Branches: branches,
+    contracts.MeasuresPasses: measures_passes,
+    contracts.KeepsWhole: keeps_whole,
+    contracts.FillsIdleRows: fills_idle_rows,
+    contracts.WarpsLogits: warps_logits,
+    contracts.ScoresItself: scores_itself,
+    contracts.Measures: measures,
+    contracts.NamesSpaces: names_spaces,
+    contracts.EvaluatesGreedily: elsewhere,
+    contracts.SplitsSequences: elsewhere,
 }
 
 
@@ -346,7 +411,7 @@ def test_a_policy_keeps_its_contracts(policy, rollout, contract):
 def test_the_best_of_several_is_that_of_a_loop(policy):
     """`mmrl sample --best-of`: candidates differ, also where answers are otherwise the likeliest.
     Last in this file: from here on the policy samples in evaluation."""
-    policy.sample_in_evaluation()
+    evaluation.sample_in_evaluation(policy)
     asked = prompts_for(policy)[:2]
 
     def size(media, prompts):

@@ -12,7 +12,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.config.unfit import unmeasurable, unsupported_options
 from mmrl.core.errors import UserError
-from mmrl.policies.base import Trial
+from mmrl.policies.contracts import Trial
 from mmrl.policies.diffusion.flow_plan import planned
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.vlm.policy import VLM

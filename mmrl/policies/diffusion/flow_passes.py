@@ -18,7 +18,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import KERNELS
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Kernel, Query, Transition, tree_map
-from mmrl.policies.base import LogprobGuidance, Policy, rows_of, without_empty
+from mmrl.policies.base import LogprobGuidance, rows_of, without_empty
+from mmrl.policies.contracts import Branches, FollowsProcess
 from mmrl.policies.diffusion.row_settings import GUIDANCE
 from mmrl.policies.diffusion.trees import Tree
 from samplers.batching import at_width
@@ -28,7 +29,7 @@ BUILT_IN = frozenset(samplers.KERNELS.values())
 FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
 
 
-class FlowPasses(Policy):
+class FlowPasses(FollowsProcess, Branches):
     """Runs the network of a flow at states of its paths, with guidance, and makes Gaussian steps of
     what it gives."""
 

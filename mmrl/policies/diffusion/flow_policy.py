@@ -42,7 +42,6 @@ from mmrl.policies.base import (
     LogprobGuidance,
     Reads,
     RolloutContext,
-    Trial,
     at_guidance,
     first_of_group,
     rows_and_groups,
@@ -51,7 +50,7 @@ from mmrl.policies.base import (
     without_empty,
 )
 from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.contracts import Replays
+from mmrl.policies.contracts import MeasuresPasses, NamesSpaces, Replays, Trial
 from mmrl.policies.demonstrations import placed_rows, sourced
 from mmrl.policies.diffusion import trials
 from mmrl.policies.diffusion.first_look import check_conditions, check_independence
@@ -73,7 +72,7 @@ Solver = Callable[[Process], Step]
 Storage = Literal["float32", "bfloat16", "float16"]
 
 
-class FlowPolicy(FlowPasses, Replays):
+class FlowPolicy(FlowPasses, Replays, MeasuresPasses, NamesSpaces):
     """Samples and scores paths of a flow or diffusion model, whose decisions are Gaussian steps.
 
     steps: forward passes per sample. evaluation_steps: those of a sample in evaluation, which has

@@ -24,7 +24,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
 from mmrl.core.types import Copies, Prompt, Query, Rollout, Transition
 from mmrl.policies.base import NO_CONTEXT, RolloutContext
-from mmrl.policies.contracts import EncodesMedia
+from mmrl.policies.contracts import EncodesMedia, SplitsSequences
 from mmrl.policies.demonstrations import encoded
 from mmrl.policies.diffusion import (
     attention_backends,
@@ -54,7 +54,7 @@ from samplers.noise import Rng
 from samplers.processes import Flow, Process
 
 
-class FolderPolicy(FlowPolicy, EncodesMedia):
+class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences):
     """Trains a model in diffusers' folder format."""
 
     pipeline: str  # class names in diffusers

@@ -46,7 +46,7 @@ from mmrl.policies.base import (
     warn_of_mismatch,
     without_empty,
 )
-from mmrl.policies.contracts import Remasks
+from mmrl.policies.contracts import NamesSpaces, Remasks
 from mmrl.policies.diffusion.flow_passes import stacked
 from mmrl.policies.masked.hidden_tokens import Hidden as Hidden
 from mmrl.policies.masked.hidden_tokens import chosen
@@ -59,7 +59,7 @@ from samplers.warp import Anneal
 SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
 
 
-class MaskedDiffusion(LogitsPolicy, Remasks):
+class MaskedDiffusion(LogitsPolicy, Remasks, NamesSpaces):
     """Reveals tokens pass by pass, as masked diffusion models do.
 
     steps: passes a sample. sampler: emerge, maskgit or threshold. threshold: of the probability of

@@ -18,6 +18,7 @@ from mmrl.core.registry import POLICIES
 from mmrl.core.sharding import sharded
 from mmrl.core.types import Completion, Media, Point, Prompt, Rollout
 from mmrl.policies.capabilities import Medium
+from mmrl.policies.contracts import EvaluatesGreedily, Measures
 from mmrl.policies.unified import sequences, weighing
 from mmrl.policies.unified.net import Ask, Part
 from mmrl.policies.unified.passes import Passes
@@ -32,7 +33,7 @@ from samplers.warp import Warp
 
 
 @POLICIES.register("janus_unified")
-class JanusUnified(Passes):
+class JanusUnified(Passes, EvaluatesGreedily, Measures):
     """Trains both heads of Janus: plans, then images (T2I-R1, ReasonGen-R1), answers beside
     (PairUni)."""
 

@@ -35,7 +35,15 @@ from mmrl.policies.base import (
     RolloutContext,
     rows_and_groups,
 )
-from mmrl.policies.contracts import Demonstrates, LimitsLength, WritesText
+from mmrl.policies.contracts import (
+    Demonstrates,
+    EvaluatesGreedily,
+    LimitsLength,
+    Measures,
+    NamesSpaces,
+    ScoresItself,
+    WritesText,
+)
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.drafts import resized
 from mmrl.policies.lora import Lora, merged, save_model
@@ -93,7 +101,16 @@ Engine = Literal["own", "hf", "vllm", "vllm-server"]
 
 
 @POLICIES.register("vlm")
-class VLM(Passes, Demonstrates, WritesText, LimitsLength):
+class VLM(
+    Passes,
+    Demonstrates,
+    WritesText,
+    LimitsLength,
+    ScoresItself,
+    EvaluatesGreedily,
+    Measures,
+    NamesSpaces,
+):
     """Trains vision-language models, which answer images, videos or text in text; any folder or hub
     id.
 

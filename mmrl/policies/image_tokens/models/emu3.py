@@ -21,6 +21,7 @@ from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
+from mmrl.policies.contracts import KeepsWhole
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
@@ -102,7 +103,7 @@ class Emu3Net(causal.CausalImageNet):
 
 
 @POLICIES.register("emu3")
-class Emu3(EncodedImagePolicy):
+class Emu3(EncodedImagePolicy, KeepsWhole):
     """Trains Emu3-Gen, text to image, from a folder or hub id of Emu3ForConditionalGeneration."""
 
     attention = PROJECTIONS

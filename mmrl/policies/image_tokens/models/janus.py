@@ -17,6 +17,7 @@ from mmrl.core.effects import REFUSED_AT_RESUME
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
+from mmrl.policies.contracts import KeepsWhole
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
@@ -149,7 +150,7 @@ class JanusNet(ImageNet):
 
 
 @POLICIES.register("janus")
-class Janus(EncodedImagePolicy):
+class Janus(EncodedImagePolicy, KeepsWhole):
     """Trains Janus and Janus-Pro, text to image, from a folder or hub id of
     JanusForConditionalGeneration."""
 
