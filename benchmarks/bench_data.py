@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mmrl.utils.machine import machine
+from mmrl.core.machine import machine
 
 READ = """
 import json, os, sys, time

@@ -35,7 +35,7 @@ import measuring  # noqa: E402
 import plain_tokens  # noqa: E402
 import torch  # noqa: E402
 
-from mmrl.utils.machine import machine  # noqa: E402
+from mmrl.core.machine import machine  # noqa: E402
 from samplers import unmask  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
@@ -174,7 +174,7 @@ class Janus:
     def __init__(self, folder: Path, args: argparse.Namespace, size: Size, dtype: torch.dtype):
         from transformers import JanusForConditionalGeneration
 
-        from mmrl.policies.image_tokens.models.janus import Janus as Policy
+        from mmrl.zoo.models.image_tokens.janus import Janus as Policy
 
         self.copies = args.copies
         self.policy = Policy(str(folder), guidance_scale=args.guidance, compile=args.compile)
@@ -229,7 +229,7 @@ class Amused:
     def __init__(self, folder: Path, args: argparse.Namespace, size: Size, dtype: torch.dtype):
         from diffusers import AmusedPipeline
 
-        from mmrl.policies.masked.amused import Amused as Policy
+        from mmrl.zoo.models.masked.amused import Amused as Policy
 
         self.copies = args.copies
         self.steps = size.steps
@@ -303,12 +303,12 @@ class Plain:
         options = {"guidance_scale": args.guidance}
         self.policy: Any
         if size.family == "var":
-            from mmrl.policies.image_tokens.models.var import VAR
+            from mmrl.zoo.models.image_tokens.var import VAR
 
             self.policy = VAR(str(folder), **options)
             self.loop: Any = plain_tokens.var
         else:
-            from mmrl.policies.image_tokens.models.llamagen import LlamaGen
+            from mmrl.zoo.models.image_tokens.llamagen import LlamaGen
 
             self.policy = LlamaGen(str(folder), compile=args.compile, **options)
             self.loop = plain_tokens.llamagen

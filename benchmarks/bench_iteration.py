@@ -34,6 +34,7 @@ from torch import Tensor  # noqa: E402
 
 from mmrl import advantages  # noqa: E402
 from mmrl.config.options import TrainOptions  # noqa: E402
+from mmrl.core.machine import machine  # noqa: E402
 from mmrl.core.types import Media, Prompt, Rollout  # noqa: E402
 from mmrl.data import base  # noqa: E402
 from mmrl.objectives import PolicyGradient  # noqa: E402
@@ -42,7 +43,6 @@ from mmrl.scoring import Scorer  # noqa: E402
 from mmrl.train import minibatches  # noqa: E402
 from mmrl.train.optimizers import adamw  # noqa: E402
 from mmrl.train.trainer import Trainer  # noqa: E402
-from mmrl.utils.machine import machine  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
 NUMBERS = "zero one two three four five six seven eight nine".split()
@@ -362,7 +362,7 @@ def _net(run: Trainer | PlainLoop) -> torch.nn.Module:
 
 def digits_policy(args: argparse.Namespace, guidance: float) -> FlowPolicy:
     from mmrl.core.registry import locate
-    from mmrl.policies.diffusion.models.sd3 import SD3
+    from mmrl.zoo.models.diffusion.sd3 import SD3
 
     torch.manual_seed(0)  # a new adapter draws its first weights
     return SD3(

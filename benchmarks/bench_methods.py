@@ -32,11 +32,11 @@ import methods_page  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mmrl.run import evaluation  # noqa: E402
-from mmrl.run.build import Session, read  # noqa: E402
+from mmrl.core.machine import machine  # noqa: E402
+from mmrl.core.paths import find_config  # noqa: E402
+from mmrl.experiment import evaluation  # noqa: E402
+from mmrl.experiment.build import Session, read  # noqa: E402
 from mmrl.train.trainer import Trainer  # noqa: E402
-from mmrl.utils.machine import machine  # noqa: E402
-from mmrl.utils.paths import find_config  # noqa: E402
 from samplers.batching import peak_bytes  # noqa: E402
 
 SIZES = (

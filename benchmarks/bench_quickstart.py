@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mmrl.utils.machine import machine
+from mmrl.core.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

@@ -24,13 +24,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from mmrl.cli import commands  # noqa: E402
+from mmrl.core.machine import machine  # noqa: E402
+from mmrl.core.paths import find_config  # noqa: E402
 from mmrl.core.registry import locate  # noqa: E402
+from mmrl.experiment.lifecycle import train  # noqa: E402
 from mmrl.monitoring.report.charts import Chart, Series  # noqa: E402
 from mmrl.monitoring.report.page import before_after_picture, write_report  # noqa: E402
 from mmrl.monitoring.report.pictures import open_picture  # noqa: E402
-from mmrl.run.lifecycle import train  # noqa: E402
-from mmrl.utils.machine import machine  # noqa: E402
-from mmrl.utils.paths import find_config  # noqa: E402
 from mmrl.worlds.moving import captions, film  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 

@@ -404,7 +404,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
-    from mmrl.utils.machine import machine
+    from mmrl.core.machine import machine
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

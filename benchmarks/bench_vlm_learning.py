@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from mmrl.core.machine import machine
 from mmrl.monitoring.report.charts import Chart, Series
-from mmrl.utils.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmrl.policies.image_tokens import checkpoints
-from mmrl.policies.image_tokens.models.llamagen_gpt import LlamaGenGPT, Shape, rotated
-from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
-from mmrl.policies.image_tokens.models.var_net import Shape as VARShape
-from mmrl.policies.image_tokens.models.var_net import VARNet, normed
-from mmrl.policies.image_tokens.models.var_vq import VARVQ
+from mmrl.zoo.models.image_tokens.llamagen_gpt import LlamaGenGPT, Shape, rotated
+from mmrl.zoo.models.image_tokens.llamagen_vq import LlamaGenVQ
+from mmrl.zoo.models.image_tokens.var_net import Shape as VARShape
+from mmrl.zoo.models.image_tokens.var_net import VARNet, normed
+from mmrl.zoo.models.image_tokens.var_vq import VARVQ
 
 VAR_SIDES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # tokens a side of every scale, at 256 pixels
 

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from mmrl.core import rounding
 from mmrl.core.version import __version__ as __version__
-from mmrl.utils import rounding
 
 if TYPE_CHECKING:
     from mmrl.api.auditing import check_reward

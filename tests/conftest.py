@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from mmrl.utils import rounding
+from mmrl.core import rounding
 
 # Imports and collection make millions of objects that stay: the collector would walk through all of
 # them again and again. They are set aside once they are there (pytest_collection_finish), until
@@ -34,7 +34,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from mmrl.utils.paths import cache_dir  # noqa: E402
+from mmrl.core.paths import cache_dir  # noqa: E402
 from rewards.answers import maths  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

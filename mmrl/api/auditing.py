@@ -10,12 +10,12 @@ from typing import Any, Literal
 from mmrl.api.arguments import Overrides, prompts_of, words_of
 from mmrl.api.isolation import isolated
 from mmrl.api.rewards import batch_reward
-from mmrl.audit import Audit, Subject, audit, audit_one, some
-from mmrl.audit.tables import described
+from mmrl.apps.check_reward import Audit, Subject, audit, audit_one, some
+from mmrl.apps.check_reward.tables import described
 from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
+from mmrl.core.paths import find_config
 from mmrl.core.registry import load_built_in
-from mmrl.utils.paths import find_config
 from rewards.card import card_of
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from mmrl.api.media import Samples, shown
 from mmrl.core.errors import UserError
+from mmrl.experiment.evaluation import Estimate
+from mmrl.experiment.watching import Watcher
 from mmrl.monitoring.monitors import Sampled
-from mmrl.run.evaluation import Estimate
-from mmrl.run.watching import Watcher
 
 
 @dataclass

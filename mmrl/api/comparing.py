@@ -10,7 +10,7 @@ from pathlib import Path
 from mmrl.api.arguments import Overrides, words_of
 from mmrl.api.isolation import isolated
 from mmrl.api.processes import check_alone
-from mmrl.compare import command
+from mmrl.apps.compare import command
 
 
 @dataclass(frozen=True)

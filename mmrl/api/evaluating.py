@@ -19,8 +19,8 @@ from mmrl.cli import commands
 from mmrl.config import build_rewards
 from mmrl.config.options import EvaluateOptions
 from mmrl.core.errors import UserError
-from mmrl.run import build, evaluation
-from mmrl.run.evaluation import Estimate
+from mmrl.experiment import build, evaluation
+from mmrl.experiment.evaluation import Estimate
 from mmrl.scoring import Scorer
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.core.movie import frame_rate, write_mp4
-from mmrl.core.sound import SoundVideos, write_wav
+from mmrl.core.media.movies import frame_rate, write_mp4
+from mmrl.core.media.sound import SoundVideos, write_wav
 from mmrl.core.types import Media, Prompt
 from mmrl.monitoring.report.pictures import PACE, Film, data_uri
 

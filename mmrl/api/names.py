@@ -6,8 +6,8 @@ from html import escape
 
 from mmrl.config.presets import presets
 from mmrl.core.errors import UserError, suggest
+from mmrl.core.paths import config_names
 from mmrl.core.registry import ALL, describe, load_built_in
-from mmrl.utils.paths import config_names
 
 
 class Names(dict[str, str]):

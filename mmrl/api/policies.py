@@ -17,14 +17,14 @@ from mmrl.api.processes import check_whole, whole, writes
 from mmrl.config import Config
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
+from mmrl.core.files import whole_folder
+from mmrl.core.paths import find_config
 from mmrl.core.registry import DATA, POLICIES
 from mmrl.core.types import Prompt
+from mmrl.experiment import build, checkpoint, evaluation
 from mmrl.policies.base import Policy as Model
 from mmrl.policies.contracts import EvaluatesGreedily
-from mmrl.run import build, checkpoint, evaluation
 from mmrl.train.device import Device
-from mmrl.utils.files import whole_folder
-from mmrl.utils.paths import find_config
 
 if TYPE_CHECKING:
     from mmrl.api.runs import Run

@@ -19,12 +19,12 @@ from mmrl.api.policies import Policy, load_policy
 from mmrl.api.processes import meet, writes
 from mmrl.config import Config
 from mmrl.core.errors import UserError
+from mmrl.core.paths import find_config
+from mmrl.experiment import build, lifecycle
+from mmrl.experiment.stopping import Ended
 from mmrl.monitoring.report import page
 from mmrl.monitoring.report.runs import Run as History
 from mmrl.monitoring.report.runs import read_run
-from mmrl.run import build, lifecycle
-from mmrl.run.stopping import Ended
-from mmrl.utils.paths import find_config
 
 if TYPE_CHECKING:
     import pandas

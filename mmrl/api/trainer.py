@@ -21,9 +21,9 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import SPLIT, split
+from mmrl.experiment import lifecycle
+from mmrl.experiment.build import SECTIONS, Session, check_trackers
 from mmrl.policies.base import Policy as Model
-from mmrl.run import lifecycle
-from mmrl.run.build import SECTIONS, Session, check_trackers
 
 # sections of the policy's configuration that are of the training it was written for
 NOT_INHERITED = ("run", "start", "stages", "stage")

@@ -79,7 +79,7 @@ def _look_at(path: Path, overrides: list[str] | None, **use: Any) -> None:
     """Raise UserError for a name that is neither a folder nor a configuration, and for what is
     surely wrong in it, before torch and the libraries of models are loaded, which takes seconds.
     ``use``: of the configuration by the command, as ``first_look`` has it."""
-    from mmrl.utils.paths import find_config
+    from mmrl.core.paths import find_config
 
     file = path / "config.yaml" if path.is_dir() else find_config(path)
     if file.is_file():  # else the command says what the folder lacks
@@ -145,8 +145,8 @@ def train(
         shared = None if devices else processes
         _look_at(config, overrides, every_stage=True, processes=shared)
     from mmrl.core.errors import UserError
-    from mmrl.run.lifecycle import trained
-    from mmrl.utils.paths import find_config
+    from mmrl.core.paths import find_config
+    from mmrl.experiment.lifecycle import trained
 
     if dry_run:
         from mmrl.cli import commands
@@ -158,7 +158,7 @@ def train(
         raise UserError(f"{config} is a folder; to go on with a run: mmrl train --resume {config}")
     name = config if resume else find_config(config)
     if engine is not None:
-        from mmrl.launch import command
+        from mmrl.apps.ray import command
 
         raise typer.Exit(command.train(engine, name, overrides or [], resume, accept_changes))
     ended = trained(name, overrides or [], resume, accept_changes)
@@ -176,7 +176,7 @@ def rerun(
 
     Exit status 1 if something differs.
     """
-    from mmrl.run.rerun import rerun as repeat
+    from mmrl.experiment.rerun import rerun as repeat
 
     outcome = repeat(run, folder)
     print("\n".join(outcome.lines()))
@@ -338,7 +338,7 @@ def push(
     message: Annotated[str, typer.Option(help="Of the commit.")] = "Trained with mmrl",
 ) -> None:
     """Upload a run to the Hugging Face hub: weights, and a model card with the evidence."""
-    from mmrl.hub import command
+    from mmrl.apps.hub import command
 
     request = command.Request(repository, checkpoint, license, private, message)
     if dry_run is None:
@@ -372,14 +372,14 @@ def compare(
 ) -> None:
     """Train configurations with several seeds at one budget and say, with intervals, what
     differs."""
-    from mmrl.compare.settings import budget_of, overrides_of, settings_of
-    from mmrl.utils.paths import find_config
+    from mmrl.apps.compare.settings import budget_of, overrides_of, settings_of
+    from mmrl.core.paths import find_config
 
     limits = budget_of(budget or ())
     for setting in settings_of(configs, vary or (), sweep or ()):
         _look_at(find_config(setting.config), overrides_of(setting, limits, seed=0))
-    from mmrl.compare import command
-    from mmrl.utils.files import check_writable
+    from mmrl.apps.compare import command
+    from mmrl.core.files import check_writable
 
     check_writable(folder)
     request = command.Request(vary or (), sweep or (), seeds, budget or (), jobs, folder)
@@ -396,7 +396,7 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 7007,
 ) -> None:
     """Serve running and finished runs to a browser: live reports, galleries."""
-    from mmrl.view import command
+    from mmrl.apps.view import command
 
     command.view(runs, rate, host, port)
 
@@ -417,8 +417,8 @@ def serve_reward(
     overrides: ServeOverrides = None,
 ) -> None:
     """Serve the rewards of a configuration to other machines over HTTP."""
-    from mmrl.remote.server import serve
-    from mmrl.utils.paths import find_config
+    from mmrl.apps.serve.server import serve
+    from mmrl.core.paths import find_config
 
     serve(find_config(config), overrides or [])
 
@@ -429,8 +429,8 @@ def serve_teacher(
     overrides: ServeOverrides = None,
 ) -> None:
     """Serve the policy of a configuration as a teacher for distillation on other machines."""
-    from mmrl.remote import server
-    from mmrl.utils.paths import find_config
+    from mmrl.apps.serve import server
+    from mmrl.core.paths import find_config
 
     server.serve_teacher(find_config(config), overrides or [])
 
@@ -445,9 +445,9 @@ def check_reward(
     """Audit the rewards of a configuration on its own data: ground truths must win, tricks must not
     pay."""
     _look_at(config, overrides, sections=("data", "reward"))
-    from mmrl.audit import audit
-    from mmrl.audit.tables import print_audits
-    from mmrl.utils.paths import find_config
+    from mmrl.apps.check_reward import audit
+    from mmrl.apps.check_reward.tables import print_audits
+    from mmrl.core.paths import find_config
 
     if not print_audits(audit(find_config(config), overrides or [], samples, seed)):
         raise typer.Exit(1)
@@ -510,16 +510,15 @@ def doctor() -> None:
 
 def main() -> None:
     """Run the command line."""
-    from mmrl.utils.encoding import use_utf8
-    from mmrl.utils.rounding import prepare
+    from mmrl.core.encoding import use_utf8
+    from mmrl.core.rounding import prepare
 
     use_utf8()
     prepare()  # before anything imports torch
-    from mmrl.core import peers
+    from mmrl.core import peers, slurm
+    from mmrl.core.at_once import ending_at_once
     from mmrl.core.errors import UserError
-    from mmrl.utils import slurm
-    from mmrl.utils.at_once import ending_at_once
-    from mmrl.utils.output import lasting_output
+    from mmrl.core.output import lasting_output
 
     with lasting_output(), ending_at_once():
         try:

@@ -18,15 +18,15 @@ import torch
 from mmrl.config import import_plugins, load, load_stages
 from mmrl.core import distributed, whole_export
 from mmrl.core.errors import UserError, suggest
+from mmrl.core.files import check_writable, on_disk, whole_folder, write_json
+from mmrl.core.media.sample_files import write_sample
+from mmrl.core.media.scan import decoding
+from mmrl.core.paths import find_config
 from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
-from mmrl.core.sample_files import write_sample
 from mmrl.core.types import Prompt
-from mmrl.run import build, checkpoint, convert, evaluation
-from mmrl.run.build import Session
+from mmrl.experiment import build, checkpoint, convert, evaluation
+from mmrl.experiment.build import Session
 from mmrl.scoring import Scorer
-from mmrl.utils.files import check_writable, on_disk, whole_folder, write_json
-from mmrl.utils.paths import find_config
-from mmrl.utils.scan import decoding
 
 PICTURED = {"image", "images", "video", "videos", "messages"}  # fields of a prompt with pictures
 QUICKSTART = ("digits/sd3", "digits/reader", "digits/judge", "digits/clip")
@@ -97,7 +97,7 @@ def refuse_with_benchmark(options: Mapping[str, Any]) -> None:
 
 def evaluate_benchmark(path: Path, name: str, overrides: Sequence[str], at: str | None) -> None:
     """Score a benchmark of the field, and print the totals and where they are written."""
-    from mmrl.benchmarks import command
+    from mmrl.apps.benchmarks import command
 
     page, sentences = command.evaluate(path, name, overrides, at)
     for sentence in sentences:
@@ -247,7 +247,7 @@ def export(
 
 def _show_loading(run: Path, folder: Path, session: Session) -> None:
     """Print the lines of diffusers or transformers that load an export."""
-    from mmrl.hub.loading import code, describe
+    from mmrl.apps.hub.loading import code, describe
     from mmrl.monitoring.report.runs import read_run
 
     policy = session.policy
@@ -289,9 +289,9 @@ def dry_run(
 ) -> None:
     """Print what a run would be: shapes, batches, forwards, estimated memory; on named ``devices``
     also what one pass at true size takes. Loads no weights."""
-    from mmrl.dry_run.dryrun import dry_run as look
-    from mmrl.dry_run.page import lines, of_devices
-    from mmrl.utils.cards import devices as named
+    from mmrl.apps.dry_run.dryrun import dry_run as look
+    from mmrl.apps.dry_run.page import lines, of_devices
+    from mmrl.core.cards import devices as named
 
     file = find_config(config)
     cards = None if devices is None else named(devices)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mmrl.utils.paths import config_names
+from mmrl.core.paths import config_names
 
 KINDS = (
     "policies objectives advantages rewards data optimizers sde_types timestep_schedules "

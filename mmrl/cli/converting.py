@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmrl.core.errors import UserError
-from mmrl.run import convert
+from mmrl.experiment import convert
 
 
 def converted(

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mmrl.utils.machine import cores, cpu_model, memory_gib, version
-from mmrl.utils.paths import PACKAGE, cache_dir
+from mmrl.core.machine import cores, cpu_model, memory_gib, version
+from mmrl.core.paths import PACKAGE, cache_dir
 
 Status = Literal["ok", "warn", "missing"]
 OPTIONAL = {

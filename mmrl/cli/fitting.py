@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.core.errors import UserError
-from mmrl.utils.files import check_writable, on_disk, whole_folder
+from mmrl.core.files import check_writable, on_disk, whole_folder
 
 CLIP = "ViT-L-14/openai"
 

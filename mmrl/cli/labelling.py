@@ -13,12 +13,12 @@ from torch import Tensor
 
 from mmrl.cli import commands
 from mmrl.core.errors import UserError
-from mmrl.core.sample_files import write_sample
+from mmrl.core.files import check_writable, on_disk
+from mmrl.core.media.sample_files import write_sample
 from mmrl.core.types import Media, Prompt
-from mmrl.run import build, evaluation
-from mmrl.run.build import Session
+from mmrl.experiment import build, evaluation
+from mmrl.experiment.build import Session
 from mmrl.scoring import Scorer
-from mmrl.utils.files import check_writable, on_disk
 
 ROWS = 64  # samples that are drawn and scored at once, if a prompt has no more
 

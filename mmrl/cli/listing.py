@@ -19,6 +19,7 @@ from mmrl.config.presets import described, presets
 from mmrl.config.schema import kind_of
 from mmrl.config.values import expected, show
 from mmrl.core.errors import UserError, suggest
+from mmrl.core.paths import config_names, find_config
 from mmrl.core.registry import (
     ALL,
     Plugin,
@@ -28,7 +29,6 @@ from mmrl.core.registry import (
     load_built_in,
     options,
 )
-from mmrl.utils.paths import config_names, find_config
 
 GROUPS = {"samplers": ("sde_types", "timestep_schedules", "noise_windows")}
 CONFIGS = "configs"

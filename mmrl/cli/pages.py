@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmrl.core.errors import UserError, suggest
-from mmrl.utils.paths import shipped_pages
+from mmrl.core.paths import shipped_pages
 
 FIRST = ("start", "index", "configuration", "extending", "api", "data", "rewards", "models")
 

@@ -103,7 +103,7 @@ def _handled(name: str, entry: Chosen, registry: Registry = REWARDS) -> Reward:
 
 def _placed(name: str, entry: Chosen, handling: Handling) -> Reward:
     """Have the reward built and computed by workers of a Ray cluster."""
-    from mmrl.cluster.rewards import Placed
+    from mmrl.apps.ray.rewards import Placed
     from mmrl.scoring.handling import Handled
     from rewards.card import card_with
 
@@ -136,8 +136,8 @@ def unplaceable(name: str, entry: Chosen) -> Iterator[str]:
     try:
         handling = construct(entry.handling)
         if handling.place is not None:
-            from mmrl.cluster.connection import check_version
-            from mmrl.cluster.rewards import check_card
+            from mmrl.apps.ray.connection import check_version
+            from mmrl.apps.ray.rewards import check_card
             from rewards.card import card_with
 
             check_version()

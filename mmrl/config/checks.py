@@ -52,7 +52,7 @@ MOST_RANK = 2**16  # of an adapter: wider than any layer
 
 def plain_sections() -> dict[str, type]:
     """Return the sections that are dataclasses, not plug-ins."""
-    from mmrl.cluster.options import RayOptions
+    from mmrl.config.ray_options import RayOptions
     from mmrl.monitoring.alarms import AlarmOptions
     from mmrl.monitoring.log import LogOptions
 

@@ -342,7 +342,7 @@ class PromptValue:
     prompt before the first step. ``lr``, ``base_lr``: of Adam for the head and for the network.
     ``steps``: on the squared error of an iteration's prompts. ``learn``: from the mean reward of
     every group; false: only from ``path``, rewards of a reference as
-    ``mmrl.tools.reference_rewards`` writes them, to which the model is fitted before the first
+    ``mmrl.apps.prepare.reference_rewards`` writes them, to which the model is fitted before the first
     iteration, ``epochs`` times in steps of ``batch`` prompts. ``key``: the field of a prompt
     that names it there.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.core.pictures import PictureError, opened, upright_size
+from mmrl.core.media.pictures import PictureError, opened, upright_size
 
 ANSWERS = ("answer", "chosen", "rejected")  # what is learned of a row
 MOST_MEASURED = 5000  # pictures whose headers are read

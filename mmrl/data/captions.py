@@ -9,10 +9,11 @@ from typing import Annotated, Any
 from annotated_types import Ge, Lt, MinLen
 
 from mmrl.config.values import Location
-from mmrl.core.clips import is_frames
 from mmrl.core.errors import UserError
 from mmrl.core.framing import nearest
-from mmrl.core.pictures import MOST_PIXELS
+from mmrl.core.media.clips import is_frames
+from mmrl.core.media.pictures import MOST_PIXELS
+from mmrl.core.media.scan import is_clip
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data import kohya
@@ -23,7 +24,6 @@ from mmrl.data.sources.media import clips, content_of, folder_of, medium
 from mmrl.data.sources.reader import Part, Request
 from mmrl.data.sources.selection import renamed
 from mmrl.data.sources.text_files import Row
-from mmrl.utils.scan import is_clip
 
 # names of a row's file in use; of a row with both, the image is where the video begins
 FILES = ("answer", "file_name", "video", "image", "file", "path", "img", "jpg", "png", "webp")

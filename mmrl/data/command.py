@@ -11,11 +11,11 @@ from typing import Any
 from mmrl.config import Config
 from mmrl.core import framing
 from mmrl.core.errors import UserError
+from mmrl.core.files import write_text
 from mmrl.core.registry import DATA, POLICIES
 from mmrl.core.registry import options as options_of
 from mmrl.data import view
 from mmrl.data.ledger import collecting, refuse_broken
-from mmrl.utils.files import write_text
 
 
 def _size_of(configuration: Config) -> framing.Size | None:

@@ -16,7 +16,7 @@ from annotated_types import Ge, Lt
 
 from mmrl.config.values import Location, exists
 from mmrl.core.errors import UserError
-from mmrl.core.pictures import MOST_PIXELS
+from mmrl.core.media.pictures import MOST_PIXELS
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.sources.intake import Broken, Intake

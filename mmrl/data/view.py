@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from mmrl.core.pictures import PictureError, opened, rgb_picture
+from mmrl.core.media.pictures import PictureError, opened, rgb_picture
 from mmrl.core.types import Prompt
 from mmrl.data.base import Curriculum
 from mmrl.data.ledger import Summary

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl.core.clips import is_frames
-from mmrl.core.pictures import PictureError, rgb_picture
+from mmrl.core.media.clips import is_frames
+from mmrl.core.media.pictures import PictureError, rgb_picture
 from mmrl.core.types import Prompt, Reward, Rewards, Rollout
 from mmrl.data.vision.source import in_messages
 from mmrl.monitoring.log import ROLLOUTS as FILE

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge
 
 from mmrl.core.errors import UserError
+from mmrl.core.files import replace_file, sync
 from mmrl.monitoring.progress import Progress, progress_for
 from mmrl.monitoring.trackers import (
     Mirror,
@@ -25,7 +26,6 @@ from mmrl.monitoring.trackers import (
     start_tracker,
     warn,
 )
-from mmrl.utils.files import replace_file, sync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -198,7 +198,7 @@ class RunLog:
 
     def _clips(self, name: str, videos: Tensor, fps: float) -> None:
         """Write the first videos as files that any player plays, with their sound."""
-        from mmrl.core.sample_files import write_sample
+        from mmrl.core.media.sample_files import write_sample
 
         folder = self.folder / "samples" / name
         folder.mkdir(parents=True, exist_ok=True)

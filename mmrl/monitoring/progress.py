@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mmrl.utils.output import redraws
+from mmrl.core.output import redraws
 
 NARROW = 64  # columns of a terminal, below which a bar has no room
 

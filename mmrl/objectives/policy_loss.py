@@ -13,7 +13,7 @@ from mmrl.core.metrics import observe
 from mmrl.core.types import Point, Surrogate
 from mmrl.objectives.base import Tangent
 from mmrl.objectives.decisions import RowTable, written_by_others
-from mmrl.objectives.forward_process.base import positive
+from mmrl.objectives.forward_process import positive
 from mmrl.objectives.surrogates import (
     bounds_of,
     clipped,

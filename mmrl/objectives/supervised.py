@@ -23,7 +23,7 @@ from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Prompt, Renoised, Rollout
 from mmrl.objectives.base import Objective
-from mmrl.objectives.forward_process.base import mean_square, noised, velocity
+from mmrl.objectives.forward_process import mean_square, noised, velocity
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
 from mmrl.policies.base import Policy
 from mmrl.policies.contracts import Demonstrates, Remasks, WritesText

@@ -10,7 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl.core.clips import HELD, NO_RATE, USUAL_RATE, ClipError, header_of, open_clip, too_short
+from mmrl.core.media.clips import (
+    HELD,
+    NO_RATE,
+    USUAL_RATE,
+    ClipError,
+    header_of,
+    open_clip,
+    too_short,
+)
 from mmrl.core.types import Prompt
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.vlm.media import clip_at_rate, open_image

@@ -15,11 +15,11 @@ from annotated_types import Gt
 from torch import Tensor, nn
 
 from mmrl.core import distributed
-from mmrl.core.clips import USUAL_RATE
 from mmrl.core.distributions import Dist
 from mmrl.core.effects import REFUSED_AT_RESUME, Effects
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
+from mmrl.core.media.clips import USUAL_RATE
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights

@@ -18,7 +18,7 @@ class Capabilities:
     decisions: Decisions
     # what ``decode`` returns; None: unknown, then no reward is refused for it
     makes: Medium | None = None
-    sound: bool = False  # its videos may have one, ``mmrl.core.sound``
+    sound: bool = False  # its videos may have one, ``mmrl.core.media.sound``
     one_pass: bool = True  # one forward pass scores all tokens of an answer
     # what ``rollout`` heeds of its context: a ground truth may take the place of one of a group,
     # an answer may begin with what is kept of an earlier one

@@ -23,9 +23,9 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.sound import SoundVideos
+from mmrl.core.media.sound import SoundVideos
+from mmrl.core.paths import cache_dir
 from mmrl.core.types import Media, Prompt
-from mmrl.utils.paths import cache_dir
 from rewards.base.files import PATH, of_a_request
 
 log = logging.getLogger(__name__)

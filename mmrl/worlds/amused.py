@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from mmrl.worlds import painting, vq_names
 from mmrl.worlds.progress import Progress, quiet_libraries
 from mmrl.worlds.recipes import PainterRecipe, TextRecipe
 from mmrl.worlds.scenes import CANVAS
 from mmrl.worlds.text import teach_text, text_models, tokens
 from mmrl.worlds.vq import load_vq
+from mmrl.zoo.models.image_tokens.llamagen_vq import LlamaGenVQ
 
 # width, height, crop, aesthetic score: what the pipeline says by default
 MICRO = (CANVAS, CANVAS, 0, 0, 6)

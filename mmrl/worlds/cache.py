@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.core.errors import UserError
-from mmrl.utils.files import sha256, sync
+from mmrl.core.files import sha256, sync
 
 MANIFEST = "manifest.json"
 SHIPPED = Path(__file__).resolve().parent / "shipped"

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.policies.image_tokens.models.janus import JanusNet
-from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from mmrl.worlds import painting, vq_names
 from mmrl.worlds.progress import Progress, quiet_libraries
 from mmrl.worlds.recipes import PainterRecipe
 from mmrl.worlds.scenes import CANVAS, COLORS, DIGITS, PLACES, RELATIONS, SIZES
 from mmrl.worlds.vq import load_vq
+from mmrl.zoo.models.image_tokens.janus import JanusNet
+from mmrl.zoo.models.image_tokens.llamagen_vq import LlamaGenVQ
 
 BOS = "<bos>"
 EOS = "<eos>"

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mmrl.policies.image_tokens import checkpoints
-from mmrl.policies.image_tokens.models.llamagen_gpt import ClassEmbedding, LlamaGenGPT, Shape
-from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from mmrl.worlds import painting
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import PainterRecipe
 from mmrl.worlds.scenes import CANVAS
 from mmrl.worlds.vq import load_vq
+from mmrl.zoo.models.image_tokens.llamagen_gpt import ClassEmbedding, LlamaGenGPT, Shape
+from mmrl.zoo.models.image_tokens.llamagen_vq import LlamaGenVQ
 
 
 def build_llamagen(folder: Path, vq: Path, recipe: PainterRecipe, progress: Progress) -> None:

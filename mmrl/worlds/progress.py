@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mmrl.utils.output import redraws
+from mmrl.core.output import redraws
 from mmrl.worlds.unfinished import Unfinished
 
 SOON = 3.0  # seconds after which somebody wonders what is going on

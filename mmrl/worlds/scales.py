@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
-from mmrl.policies.image_tokens.models.var_vq import VARVQ
-from mmrl.policies.image_tokens.models.vq_parts import nearest
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import VQRecipe
 from mmrl.worlds.render import render
 from mmrl.worlds.vq import descend, k_means, lloyd, load_vq, pictured, rebuilt
 from mmrl.worlds.vq_names import JANUS, folded, renamed
+from mmrl.zoo.models.image_tokens.llamagen_vq import LlamaGenVQ
+from mmrl.zoo.models.image_tokens.var_vq import VARVQ
+from mmrl.zoo.models.image_tokens.vq_parts import nearest
 from samplers.noise import Rng
 
 FITS = 10  # rounds of fitting the codebook to residuals, which it changes itself

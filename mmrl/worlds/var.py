@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mmrl.policies.image_tokens import checkpoints
-from mmrl.policies.image_tokens.models.var_net import Shape, VARNet
-from mmrl.policies.image_tokens.models.var_vq import VARVQ
 from mmrl.worlds import painting
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import PainterRecipe, VQRecipe
 from mmrl.worlds.scales import build_scales
+from mmrl.zoo.models.image_tokens.var_net import Shape, VARNet
+from mmrl.zoo.models.image_tokens.var_vq import VARVQ
 
 
 def build_var(

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from mmrl.core.types import Prompt
 from mmrl.policies.image_tokens import checkpoints
-from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
-from mmrl.policies.image_tokens.models.vq_parts import Attention, Residual, nearest
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import VQRecipe
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import captions, is_held_out
+from mmrl.zoo.models.image_tokens.llamagen_vq import LlamaGenVQ
+from mmrl.zoo.models.image_tokens.vq_parts import Attention, Residual, nearest
 from samplers.noise import Rng
 
 INK = -0.5  # brightness from which a patch has something to show, in -1..1

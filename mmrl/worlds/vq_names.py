@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
+from mmrl.zoo.models.image_tokens.llamagen_vq import LlamaGenVQ
 
 Names = tuple[tuple[str, str], ...]
 JANUS: Names = (

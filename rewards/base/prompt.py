@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.pictures import rgb_picture
+from mmrl.core.media.pictures import rgb_picture
 from mmrl.core.types import Prompt
 from rewards.base.files import open_picture
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core.clips import ClipError, open_clip
 from mmrl.core.errors import UserError
+from mmrl.core.media.clips import ClipError, open_clip
 from rewards.base.prompt import from_pil, read_picture
 
 PICTURE = ("picture", "image", "video", "file", "sample")  # names of the column with the picture

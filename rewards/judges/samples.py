@@ -15,7 +15,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.pictures import rgb_picture
+from mmrl.core.media.pictures import rgb_picture
 from mmrl.core.registry import JUDGES
 from mmrl.core.types import Media, Prompt
 from rewards.base.files import open_picture

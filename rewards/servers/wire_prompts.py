@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmrl.core.pictures import rgb_picture
+from mmrl.core.media.pictures import rgb_picture
 from mmrl.core.types import Prompt
 from rewards.base.files import open_picture
 from rewards.base.media import to_uint8

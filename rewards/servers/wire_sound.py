@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmrl.core.sound import SoundVideos, with_sound
+from mmrl.core.media.sound import SoundVideos, with_sound
 
 CHANNELS = 16
 FASTEST = 768_000  # samples a second

@@ -11,8 +11,8 @@ from annotated_types import Ge, Gt
 from numpy import ndarray
 from torch import Tensor
 
+from mmrl.core.media.sound import sound_of
 from mmrl.core.registry import REWARDS
-from mmrl.core.sound import sound_of
 from mmrl.core.types import Prompt
 from rewards.base.media import frames
 from rewards.card import card

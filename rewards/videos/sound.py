@@ -7,7 +7,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from mmrl.core.sound import sound_of
+from mmrl.core.media.sound import sound_of
 
 
 def waves_of(media: Tensor, reward: str) -> tuple[Tensor, int, Tensor]:

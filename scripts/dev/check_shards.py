@@ -109,7 +109,7 @@ def cells(result: dict[str, Any]) -> str:
 
 def described() -> str:
     """Write when, of which commit and where this runs."""
-    from mmrl.utils.machine import machine
+    from mmrl.core.machine import machine
 
     about = machine()
     names = ("torch", "transformers", "diffusers")

@@ -26,8 +26,8 @@ import yaml  # noqa: E402
 from mmrl.config import load  # noqa: E402
 from mmrl.config.checks import check  # noqa: E402
 from mmrl.core.errors import UserError, suggest  # noqa: E402
+from mmrl.core.paths import find_config  # noqa: E402
 from mmrl.core.registry import ALL, load_built_in  # noqa: E402
-from mmrl.utils.paths import find_config  # noqa: E402
 
 MAP = ROOT / "docs" / "coverage.yaml"
 PAGE = ROOT / "docs" / "coverage.md"

@@ -49,7 +49,7 @@ from gpu_parts.listing import PARTS, described, run  # noqa: E402
 from gpu_parts.setting import Report, Setting  # noqa: E402
 from gpu_parts.supervision import Worker, recorded  # noqa: E402
 
-from mmrl.utils.machine import machine  # noqa: E402
+from mmrl.core.machine import machine  # noqa: E402
 
 SLOWER = 5  # a small model on a busy CPU than a large one on a GPU
 LEAST = 10  # seconds without which no part is begun

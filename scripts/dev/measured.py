@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from mmrl.core.errors import UserError  # noqa: E402
-from mmrl.run.build import read  # noqa: E402
-from mmrl.utils.paths import find_config  # noqa: E402
+from mmrl.core.paths import find_config  # noqa: E402
+from mmrl.experiment.build import read  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 # of a figure, in pixels

@@ -112,7 +112,11 @@ FAMILIES = (
         "objective",
         NAMED,
         ANY,
-        ("mmrl.objectives.group", "mmrl.objectives.preference", "mmrl.objectives.covariance"),
+        (
+            "mmrl.objectives.group",
+            "mmrl.zoo.objectives.preference",
+            "mmrl.zoo.objectives.covariance",
+        ),
     ),
     Family(
         "policy_gradients",

@@ -49,7 +49,7 @@ import yaml  # noqa: E402
 from hypothesis import Phase  # noqa: E402
 from hypothesis import settings as hypothesis_settings  # noqa: E402
 
-from mmrl.utils.paths import cache_dir  # noqa: E402
+from mmrl.core.paths import cache_dir  # noqa: E402
 
 CORE = (
     "mmrl/advantages",

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
-from mmrl.policies.diffusion.models.sd3 import SD3
-from mmrl.policies.diffusion.models.wan import Wan
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
-from mmrl.policies.diffusion.video_pipeline import standardised
 from mmrl.policies.quantization import Quantization, quantize
+from mmrl.zoo.models.diffusion.sd3 import SD3
+from mmrl.zoo.models.diffusion.video_pipeline import standardised
+from mmrl.zoo.models.diffusion.wan import Wan
 from samplers.noise import Rng
 from samplers.schedules import flow_match_euler, shifted
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mmrl.benchmarks.recipes import write
+from mmrl.apps.benchmarks.recipes import write
 
 if __name__ == "__main__":
     write(Path(__file__).resolve().parents[2] / "docs" / "recipes.md")

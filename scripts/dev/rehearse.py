@@ -24,12 +24,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from mmrl.apps.dry_run.estimate import Estimate, Known, estimate, measure  # noqa: E402
+from mmrl.apps.dry_run.page import lines  # noqa: E402
+from mmrl.core.cards import Devices, devices  # noqa: E402
 from mmrl.core.errors import UserError  # noqa: E402
+from mmrl.core.machine import machine  # noqa: E402
 from mmrl.core.registry import load_built_in  # noqa: E402
-from mmrl.dry_run.estimate import Estimate, Known, estimate, measure  # noqa: E402
-from mmrl.dry_run.page import lines  # noqa: E402
-from mmrl.utils.cards import Devices, devices  # noqa: E402
-from mmrl.utils.machine import machine  # noqa: E402
 
 GIB = 2**30
 CONFIGS = ROOT / "configs"
@@ -130,7 +130,7 @@ def sizes(path: Path, count: int) -> list[str]:
     """Return overrides by which a configuration can be shared by ``count`` processes; none where
     it can be as it stands."""
     from mmrl.config.options import TrainOptions
-    from mmrl.run.build import read
+    from mmrl.experiment.build import read
 
     train = read(path, [], 1).section("train", TrainOptions)
     prompts = math.ceil(train.prompts_per_iteration / count) * count
@@ -260,7 +260,7 @@ def _of_pipelines() -> list[str]:
         "prompts of 16 samples, 8 steps, 4 of them with noise, unless the json says otherwise), "
         "adapters of rank 32 on bfloat16 weights, gradient checkpointing and one sample a pass. "
         "Their pipelines' own code ran on zeros. Sizes of the networks are from the published "
-        "configurations (`mmrl/dry_run/published.json`); texts are as long as the pipeline pads "
+        "configurations (`mmrl/apps/dry_run/published.json`); texts are as long as the pipeline pads "
         "them to, else 256 tokens.",
         "",
     ]

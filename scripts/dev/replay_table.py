@@ -48,7 +48,7 @@ def written(page: str) -> str:
 def try_others() -> None:
     """Run the tests on the pipelines that the suite leaves out: what training makes of them, and
     what a dry run does, which tries them all."""
-    from mmrl.dry_run import replays
+    from mmrl.apps.dry_run import replays
     from tests.dry_run import test_replays
     from tests.policies.diffusion import test_any_pipeline as test
 

@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.advantages import DDPO, dance_grpo, dr_grpo, flow_grpo, gdpo, rloo, statistics
+from mmrl.advantages import dance_grpo, dr_grpo, flow_grpo, gdpo, rloo, statistics
 from mmrl.advantages.group import group
 from mmrl.advantages.presets import GROUP_PRESETS
 from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, describe, options
 from mmrl.core.types import Rewards
+from mmrl.zoo.advantages import DDPO
 from tests.fixtures import warm
 from tests.fixtures.records import make_rollout
 

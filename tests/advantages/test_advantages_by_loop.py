@@ -10,34 +10,27 @@ from statistics import fmean, pstdev, stdev
 import pytest
 import torch
 
-from mmrl.advantages import (
-    DDPO,
-    Branch,
-    MaxMin,
-    Running,
-    dance_grpo,
-    dr_grpo,
-    flow_grpo,
-    focal,
-    gdpo,
-    gpg,
-    grpo,
-    ngrpo,
-    opo,
-    outcomes,
-    pairs,
-    pass_at_k,
-    reinforce_pp,
-    rloo,
-    statistics,
-    temporal,
-    tree_mean,
-)
+from mmrl.advantages import dance_grpo, dr_grpo, flow_grpo, gdpo, grpo, outcomes, rloo, statistics
 from mmrl.advantages.group import group
 from mmrl.advantages.process import process
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards
+from mmrl.zoo.advantages import (
+    DDPO,
+    Branch,
+    MaxMin,
+    Running,
+    focal,
+    gpg,
+    ngrpo,
+    opo,
+    pairs,
+    pass_at_k,
+    reinforce_pp,
+    temporal,
+    tree_mean,
+)
 from tests.fixtures.records import make_rollout
 
 NAN = math.nan

@@ -6,20 +6,20 @@ import warnings
 import pytest
 import torch
 
-from mmrl.advantages import by_edge
 from mmrl.advantages.memory import capture, restore
 from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards
+from mmrl.experiment.build import read
 from mmrl.policies.diffusion.trees import Tree
-from mmrl.policies.image_tokens.models.var import VAR
-from mmrl.run.build import read
+from mmrl.zoo.advantages import by_edge
+from mmrl.zoo.models.image_tokens.var import VAR
 from samplers.noise import Rng
 from tests.core.test_imports import ROOT
+from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
 from tests.fixtures.image_tokens import tiny_var
-from tests.run.test_resume import resumes
 from tests.train.test_trainer import make_trainer
 
 registry.load_built_in()

@@ -7,7 +7,14 @@ from statistics import fmean, pstdev, stdev
 import pytest
 import torch
 
-from mmrl.advantages import (
+from mmrl.advantages import dr_grpo
+from mmrl.advantages.group import group
+from mmrl.advantages.memory import capture, restore
+from mmrl.advantages.process import process
+from mmrl.core.errors import UserError
+from mmrl.core.types import Provenance, Rewards
+from mmrl.experiment.build import read
+from mmrl.zoo.advantages import (
     AAPO,
     BRPO,
     COPO,
@@ -19,7 +26,6 @@ from mmrl.advantages import (
     SingleStream,
     asymre,
     bnpo,
-    dr_grpo,
     drpo,
     grpo_lead,
     gtpo,
@@ -29,12 +35,6 @@ from mmrl.advantages import (
     tree_grpo,
     unlikeliness,
 )
-from mmrl.advantages.group import group
-from mmrl.advantages.memory import capture, restore
-from mmrl.advantages.process import process
-from mmrl.core.errors import UserError
-from mmrl.core.types import Provenance, Rewards
-from mmrl.run.build import read
 from rewards.combined.votes import answer_frequency
 from tests.advantages.test_advantages_by_loop import (
     FLAT,

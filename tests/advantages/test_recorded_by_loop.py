@@ -6,9 +6,10 @@ from statistics import fmean
 import pytest
 import torch
 
-from mmrl.advantages import dr_grpo, edge_grpo, focal, grpo, hapo, recorded
+from mmrl.advantages import dr_grpo, grpo
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards, TokenOrder
+from mmrl.zoo.advantages import edge_grpo, focal, hapo, recorded
 from samplers.noise import Rng
 from tests.advantages.test_advantages_by_loop import (
     GROUP,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mmrl
-from mmrl.run.build import read
+from mmrl.experiment.build import read
 from tests.api.worlds import POLICY, QUIET, SMALL, TEXTS, redness
 
 pandas = pytest.importorskip("pandas")

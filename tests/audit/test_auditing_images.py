@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from mmrl.audit import Subject, audit_one
-from mmrl.audit.images import real, recompressed
+from mmrl.apps.check_reward import Subject, audit_one
+from mmrl.apps.check_reward.images import real, recompressed
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from mmrl.audit import Subject, sums, texts
-from mmrl.audit.faults import contradiction, faults
+from mmrl.apps.check_reward import Subject, sums, texts
+from mmrl.apps.check_reward.faults import contradiction, faults
 from rewards.answers.words import Answer, Choice
 from rewards.answers.writing import Transcription
 

@@ -6,11 +6,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mmrl.benchmarks import sampling
+from mmrl.apps.benchmarks import sampling
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
-from mmrl.run.lifecycle import trained
+from mmrl.experiment.lifecycle import trained
 from tests.benchmarks.files import document, lines, picture, save_coco_yolos
 from tests.benchmarks.test_pictures import METADATA
 from tests.fixtures import tiny_vlms

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmrl.benchmarks.estimates import mean_of_categories, total
+from mmrl.apps.benchmarks.estimates import mean_of_categories, total
 from mmrl.core.statistics import interval
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mmrl import config
-from mmrl.benchmarks import command, samples
-from mmrl.benchmarks.pictures import DPG, OCRBenchmark, cut_up
+from mmrl.apps.benchmarks import command, samples
+from mmrl.apps.benchmarks.pictures import DPG, OCRBenchmark, cut_up
 from mmrl.core.errors import UserError
 from mmrl.core.registry import BENCHMARKS
 from rewards.images.detector import Detector

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from mmrl.benchmarks.prompts import (
+from mmrl.apps.benchmarks.prompts import (
     PUBLISHED_MIX,
     TASKS,
     GenEvalPrompts,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.benchmarks import samples
+from mmrl.apps.benchmarks import samples
 from mmrl.core.errors import UserError
 from mmrl.core.registry import BENCHMARKS, load_built_in
 from tests.benchmarks.files import document, lines, picture

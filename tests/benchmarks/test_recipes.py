@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.benchmarks import recipes
+from mmrl.apps.benchmarks import recipes
 from mmrl.core.registry import locate
-from mmrl.run.build import Session, read
+from mmrl.experiment.build import Session, read
 from tests.benchmarks.files import save_coco_yolos
 from tests.fixtures import tiny_diffusers, tiny_vlms
 from tests.fixtures.tiny_image_rewards import save_hf_clip

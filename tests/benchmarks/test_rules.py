@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.benchmarks import rules
+from mmrl.apps.benchmarks import rules
 from rewards.answers.reading.published import agreement
 
 

@@ -400,7 +400,7 @@ def check_comparison(words: list[str]) -> None:
         raise Checked
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Checked):
-        patch.setattr("mmrl.compare.command.jobs_of", checked)
+        patch.setattr("mmrl.apps.compare.command.jobs_of", checked)
         app(words[1:], standalone_mode=False)
 
 

@@ -18,10 +18,10 @@ from mmrl.cli import completion, listing
 from mmrl.cli.app import app
 from mmrl.cli.commands import shown_prompts
 from mmrl.core.errors import UserError
+from mmrl.core.files import check_writable
 from mmrl.core.registry import locate
+from mmrl.experiment.lifecycle import run_folder, trained
 from mmrl.policies.vlm.policy import VLM
-from mmrl.run.lifecycle import run_folder, trained
-from mmrl.utils.files import check_writable
 
 FLOW = {
     "policy": {"sd3": {"path": "world:digits/sd3-test", "size": 32, "steps": 2, "lora": 2}},
@@ -202,7 +202,9 @@ def test_what_is_so_is_a_note_and_no_warning(desk):
 def test_a_folder_that_cannot_be_written_is_a_sentence_before_any_work(desk, monkeypatch, words):
     if "/proc" in words[-1] and not Path("/proc/self").is_dir():
         pytest.skip("this system has no /proc")
-    monkeypatch.setattr("mmrl.run.build.Session.of", lambda configuration: pytest.fail("built"))
+    monkeypatch.setattr(
+        "mmrl.experiment.build.Session.of", lambda configuration: pytest.fail("built")
+    )
     assert "cannot write to" in refusal(desk, monkeypatch, *words)
 
 

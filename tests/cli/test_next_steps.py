@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 import mmrl
 from mmrl.api.arguments import needed, prompts_of
 from mmrl.api.auditing import Audits
-from mmrl.audit import Audit, Line, Offence
+from mmrl.apps.check_reward import Audit, Line, Offence
+from mmrl.apps.dry_run.page import _whole_run
 from mmrl.cli import commands
 from mmrl.cli.app import app
 from mmrl.core.broken_rows import first_of
 from mmrl.core.errors import UserError
-from mmrl.dry_run.page import _whole_run
-from mmrl.run import build
+from mmrl.experiment import build
 from tests.core.test_imports import ROOT
 
 DIGITS = ROOT / "configs" / "digits" / "flow_grpo.yaml"

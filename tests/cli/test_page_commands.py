@@ -46,7 +46,7 @@ NOT_RUN = {
     r"--devices |benchmarks/.*--dry-run": "places every part of a large model, or writes a "
     "benchmark's prompts, for half a minute: tests/dry_run, tests/benchmarks",
     r"^mmrl convert |--format (comfyui|kohya)": "needs LoRA files of families that have such a "
-    "form: tests/policies/diffusion/test_lora_files.py, tests/run/test_convert.py",
+    "form: tests/policies/diffusion/test_lora_files.py, tests/experiment/test_convert.py",
     r"--install-completion": "changes the reader's shell",
 }
 PAGE_COMMANDS = [

@@ -21,7 +21,7 @@ def cluster():
     ray = pytest.importorskip("ray", reason="Ray is not installed (multimodal-rl[ray])")
     from ray.cluster_utils import Cluster
 
-    from mmrl.cluster.connection import NAMESPACE
+    from mmrl.apps.ray.connection import NAMESPACE
 
     nodes = Cluster(
         initialize_head=True,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmrl.launch.rollouts import corrected
+from mmrl.apps.ray.rollouts import corrected
 from mmrl.objectives.terms.importance_sampling import Importance
 from samplers.noise import Rng
 from tests.fixtures import toys

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.cluster import connection
-from mmrl.cluster.output import LastLines, where
-from mmrl.cluster.parcels import opened, packed
-from mmrl.cluster.rewards import check_card, foreign, parts_of
+from mmrl.apps.ray import connection
+from mmrl.apps.ray.output import LastLines, where
+from mmrl.apps.ray.parcels import opened, packed
+from mmrl.apps.ray.rewards import check_card, foreign, parts_of
+from mmrl.apps.ray.rollouts import edges, misfits
 from mmrl.config import build_rewards
 from mmrl.config.building import resolve_rewards, unplaceable
 from mmrl.config.values import Place
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Completion
-from mmrl.launch.rollouts import edges, misfits
-from mmrl.run.build import read
+from mmrl.experiment.build import read
 from rewards.card import Card
 
 PLACED = {"jpeg_compressibility": {"place": "ray"}}
@@ -133,7 +133,7 @@ def test_options_of_workers_belong_to_a_place():
     ],
 )
 def test_what_workers_cannot_do_is_said(changes, message):
-    from mmrl.utils.paths import find_config
+    from mmrl.core.paths import find_config
 
     configuration = read(find_config("digits/flow_grpo"), changes)
     text = "\n".join(misfits(configuration))
@@ -168,7 +168,7 @@ def test_a_completion_travels_with_all_that_a_reward_may_ask():
 
 
 def test_a_worker_is_named_with_its_last_lines(monkeypatch):
-    monkeypatch.setattr("mmrl.cluster.output.SETTLE", 0.0)
+    monkeypatch.setattr("mmrl.apps.ray.output.SETTLE", 0.0)
     lines = LastLines()
     for number in range(30):
         lines.hear({"pid": "7", "ip": "10.0.0.1", "lines": [f"line {number}", " "]})

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mmrl.apps.ray import command
 from mmrl.core.errors import UserError
-from mmrl.launch import command
-from mmrl.run.lifecycle import train
+from mmrl.experiment.lifecycle import train
 from tests.fixtures import waiting
 from tests.fixtures.ray_run import CONFIG
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from mmrl.compare import runs
+from mmrl.apps.compare import runs
 from mmrl.core.registry import locate
 from tests.fixtures import warm
 from tests.fixtures.command import mmrl, refused

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import yaml
 
-from mmrl.compare import command, markdown, measures, runs
-from mmrl.compare.measures import Comparison
-from mmrl.compare.plan import Plan, plan
-from mmrl.compare.settings import budget_of, overrides_of, settings_of
+from mmrl.apps.compare import command, markdown, measures, runs
+from mmrl.apps.compare.measures import Comparison
+from mmrl.apps.compare.plan import Plan, plan
+from mmrl.apps.compare.settings import budget_of, overrides_of, settings_of
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.core.statistics import Interval

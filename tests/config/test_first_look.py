@@ -19,7 +19,7 @@ from mmrl.config.yamltext import read as parsed
 from mmrl.config.yamltext import write
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ALL, load_built_in, options
-from mmrl.run.build import read
+from mmrl.experiment.build import read
 from scripts.dev import known_plug_ins
 
 load_built_in()

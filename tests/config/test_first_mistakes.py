@@ -9,7 +9,7 @@ import pytest
 from mmrl.config import build
 from mmrl.core.errors import UserError, a_or_an
 from mmrl.core.registry import OBJECTIVES, OPTIMIZERS, REWARDS, load_built_in, options
-from mmrl.run.build import read
+from mmrl.experiment.build import read
 
 load_built_in()
 
@@ -32,7 +32,7 @@ def test_a_dataclass_on_a_dataclass_of_ours_has_one_more_option(module, future):
     name = module(
         f"weighted{len(future)}",
         future + "from dataclasses import dataclass\n"
-        "from mmrl.objectives.forward_process.awm import AWM\n"
+        "from mmrl.zoo.objectives.forward_process.awm import AWM\n"
         "@dataclass\nclass Mine(AWM):\n    extra: float = 1.0\n",
     )
     objective = build({name: {"extra": 2, "weighting": "t"}}, OBJECTIVES)

@@ -14,7 +14,7 @@ from mmrl import config
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import ADVANTAGES, DATA
 from mmrl.core.types import Completion, Rewards
-from mmrl.run.build import SECTIONS, Session, check_needs, read, scorer
+from mmrl.experiment.build import SECTIONS, Session, check_needs, read, scorer
 from rewards.answers.coords import Unscorable
 from rewards.servers.chat_server import ChatServer
 from tests.fixtures import tiny_vlms

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from mmrl import config
+from mmrl.apps.dry_run import hollow
+from mmrl.apps.ray.rollouts import misfits
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in, options
-from mmrl.dry_run import hollow
-from mmrl.launch.rollouts import misfits
-from mmrl.run import changes
+from mmrl.experiment import changes
 
 TABLE = Path(__file__).with_name("refusals.txt")
 SIZES = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 8, "iterations": 10}

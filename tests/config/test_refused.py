@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from mmrl import config
+from mmrl.apps.dry_run.dryrun import dry_run
 from mmrl.core import registry
 from mmrl.core.errors import UserError
-from mmrl.dry_run.dryrun import dry_run
 from scripts.dev.soak_parts import killing
 from tests.fixtures import warm
 

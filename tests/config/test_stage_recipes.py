@@ -9,8 +9,8 @@ import yaml
 from mmrl import config
 from mmrl.config.stages import misfits
 from mmrl.core.registry import DATA, OBJECTIVES
-from mmrl.run import lifecycle
-from mmrl.run.build import SECTIONS, check_needs, read
+from mmrl.experiment import lifecycle
+from mmrl.experiment.build import SECTIONS, check_needs, read
 from tests.fixtures import tiny_vlms
 from tests.fixtures.image_tokens import tiny_janus
 from tests.policies.vlm.test_vlm_policy import policy_of

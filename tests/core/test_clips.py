@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrl.core.clips import (
-    ClipError,
-    Timeline,
-    check_whole,
-    header_of,
-    is_frames,
-    open_clip,
-)
+from mmrl.core.media.clips import ClipError, Timeline, check_whole, header_of, is_frames, open_clip
 from tests.fixtures.clips import UNEVEN, numbers_in, write
 
 

@@ -24,8 +24,9 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import ALL, DATA, GRIDS, KERNELS, OBJECTIVES, OPTIMIZERS, WINDOWS, describe
 from mmrl.core.types import Point
-from mmrl.objectives import Distill, Objective
-from mmrl.objectives.distillation import Teacher
+from mmrl.objectives import Objective
+from mmrl.zoo.objectives import Distill
+from mmrl.zoo.objectives.distillation import Teacher
 from samplers.noise import Rng
 from samplers.processes import Diffusion
 from tests.fixtures import toys

@@ -190,9 +190,7 @@ def test_importing_the_packages_is_light():
 def test_knowing_every_name_is_light():
     """Listing what can be configured needs no model library and a refusal no FSDP2: both stay
     quick."""
-    code = (
-        "from mmrl.core.registry import load_built_in\nload_built_in()\nimport mmrl.run.lifecycle\n"
-    )
+    code = "from mmrl.core.registry import load_built_in\nload_built_in()\nimport mmrl.experiment.lifecycle\n"
     assert (
         not loaded_by(
             code + "assert 'torch.distributed.tensor' not in sys.modules, 'it takes a second'"
@@ -204,5 +202,5 @@ def test_knowing_every_name_is_light():
 def test_reading_a_run_needs_no_torch():
     assert "torch" not in loaded_by(
         "import mmrl.monitoring.report.page, mmrl.cli.doctor, mmrl.monitoring.log, "
-        "mmrl.utils.paths, mmrl.utils.machine"
+        "mmrl.core.paths, mmrl.core.machine"
     )

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl.core.movie import frame_rate, write_mp4
-from mmrl.core.sample_files import write_sample
-from mmrl.core.sound import with_sound
+from mmrl.core.media.movies import frame_rate, write_mp4
+from mmrl.core.media.sample_files import write_sample
+from mmrl.core.media.sound import with_sound
 
 SIDES = 33, 40
 FRAMES = 12

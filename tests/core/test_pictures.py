@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from mmrl.core import pictures
-from mmrl.core.pictures import (
+from mmrl.core.media import pictures
+from mmrl.core.media.pictures import (
     PictureError,
     check_size,
     eight_bits,

@@ -1,4 +1,4 @@
-"""Videos that carry their sound: mmrl/core/sound.py, and what writes and remembers them."""
+"""Videos that carry their sound: mmrl/core/media/sound.py, and what writes and remembers them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 from mmrl.api.media import Samples, shown
 from mmrl.core.errors import UserError
-from mmrl.core.sample_files import write_sample
-from mmrl.core.sound import SoundVideos, sound_of, with_sound
+from mmrl.core.media.sample_files import write_sample
+from mmrl.core.media.sound import SoundVideos, sound_of, with_sound
 from mmrl.scoring.cache import feed
 
 ROWS = torch.tensor([2, 0])

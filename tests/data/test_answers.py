@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mmrl.core.errors import UserError
-from mmrl.data.answers import of_field, of_file
+from mmrl.zoo.stages.answers import of_field, of_file
 
 
 def film(path, frames=3):

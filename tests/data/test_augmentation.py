@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mmrl.core.errors import UserError
-from mmrl.data.augmentation import Difficulty
 from mmrl.data.base import Outcome, batch
-from mmrl.data.selection import Vade
 from mmrl.policies.vlm.media import noisy, shown_image
+from mmrl.zoo.curricula.augmentation import Difficulty
+from mmrl.zoo.curricula.selection import Vade
 from tests.fixtures import tiny_vlms
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 

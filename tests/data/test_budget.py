@@ -10,8 +10,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import per_prompt
 from mmrl.data.base import Outcome
-from mmrl.data.budget import AdaptiveGroupSize, Knapsack, allotted
-from mmrl.data.statistics import PromptRecord, PromptStatistics, mean_advantage
+from mmrl.zoo.curricula.budget import AdaptiveGroupSize, Knapsack, allotted
+from mmrl.zoo.curricula.statistics import PromptRecord, PromptStatistics, mean_advantage
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer

@@ -18,13 +18,13 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, load_built_in
 from mmrl.core.types import Rewards
 from mmrl.data.base import Outcome, batch, pick
-from mmrl.data.curriculum import Mixed, Replay, pieces
+from mmrl.experiment import state
+from mmrl.experiment.build import admitted
 from mmrl.objectives import PolicyGradient
-from mmrl.run import state
-from mmrl.run.build import admitted
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.curricula.curriculum import Mixed, Replay, pieces
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout
 

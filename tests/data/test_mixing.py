@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import yaml
 
+from mmrl.apps.prepare import mixture as mixture_tool
 from mmrl.core.errors import UserError
-from mmrl.data.mixing import best_mixture, features, fit, shares
-from mmrl.tools import mixture as mixture_tool
+from mmrl.zoo.curricula.mixing import best_mixture, features, fit, shares
 
 GRID = np.array([w for w in product(np.linspace(0, 1, 21), repeat=3) if abs(sum(w) - 1) < 1e-9])
 

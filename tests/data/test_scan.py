@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 
 from mmrl.core.errors import UserError
+from mmrl.core.media import scan as scanning
+from mmrl.core.media.scan import Finding, scan
 from mmrl.data.captions import Captions
 from mmrl.data.ledger import collecting
 from mmrl.data.prompts import Prompts
 from mmrl.data.vision import Vision
-from mmrl.utils import scan as scanning
-from mmrl.utils.scan import Finding, scan
 
 
 @pytest.fixture

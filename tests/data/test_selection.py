@@ -14,14 +14,14 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, load_built_in
 from mmrl.core.types import Rewards
 from mmrl.data.base import Outcome, batch
-from mmrl.data.budget import Knapsack
-from mmrl.data.curriculum import Hints, Replay
-from mmrl.data.features import ValueModel
-from mmrl.data.selection import Pcl, Sec, Vade, Vas
-from mmrl.data.statistics import PromptStatistics, mean_advantage
-from mmrl.data.subsets import Depo
-from mmrl.rollout.diversity import diversity, entropies_of, self_bleu, share_of
 from mmrl.rollout.stages import Drawn
+from mmrl.zoo.curricula.budget import Knapsack
+from mmrl.zoo.curricula.curriculum import Hints, Replay
+from mmrl.zoo.curricula.features import ValueModel
+from mmrl.zoo.curricula.selection import Pcl, Sec, Vade, Vas
+from mmrl.zoo.curricula.statistics import PromptStatistics, mean_advantage
+from mmrl.zoo.curricula.subsets import Depo
+from mmrl.zoo.stages.diversity import diversity, entropies_of, self_bleu, share_of
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout

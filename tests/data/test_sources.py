@@ -20,7 +20,7 @@ from mmrl.data.sources import folders, text_files
 from mmrl.data.sources.folders import Tree, inside
 from mmrl.data.sources.reader import rows_of
 from mmrl.data.vision import Vision
-from mmrl.run import changes
+from mmrl.experiment import changes
 from tests.fixtures import tiny_vlms
 
 ROWS = [

@@ -11,9 +11,9 @@ import torch
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.data.base import Outcome, batch
-from mmrl.data.curriculum import with_entries
-from mmrl.data.features import features_of
-from mmrl.data.subsets import (
+from mmrl.zoo.curricula.curriculum import with_entries
+from mmrl.zoo.curricula.features import features_of
+from mmrl.zoo.curricula.subsets import (
     ByVariance,
     Depo,
     Limr,

@@ -12,12 +12,12 @@ from mmrl.config.options import ResponseReuse, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.data.base import Outcome, batch
-from mmrl.data.selection import Vade
-from mmrl.data.suggestions import Forms, Suggestions
 from mmrl.objectives import PolicyGradient
 from mmrl.scoring.scorer import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.curricula.selection import Vade
+from mmrl.zoo.curricula.suggestions import Forms, Suggestions
 from samplers.noise import Rng
 from tests.fixtures import toys
 

@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from mmrl.apps.dry_run.dryrun import dry_run
+from mmrl.apps.dry_run.page import lines
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.data.view import Spread, side_of, thumbnail
-from mmrl.dry_run.dryrun import dry_run
-from mmrl.dry_run.page import lines
-from mmrl.run import build
+from mmrl.experiment import build
 
 CONFIG = """
 policy: {{vlm: {{path: world:digits/vlm, max_new_tokens: 8}}}}

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from mmrl.apps.dry_run import blocks, rehearsal
+from mmrl.apps.dry_run.fakes import Fakes
+from mmrl.apps.dry_run.page import device_lines
+from mmrl.apps.dry_run.rehearsal import Stage, rehearse
 from mmrl.config.options import TrainOptions
+from mmrl.core.cards import devices
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.dry_run import blocks, rehearsal
-from mmrl.dry_run.fakes import Fakes
-from mmrl.dry_run.page import device_lines
-from mmrl.dry_run.rehearsal import Stage, rehearse
 from mmrl.policies.lora import Lora, add_lora
-from mmrl.utils.cards import devices
 
 load_built_in()
 FLUX = {

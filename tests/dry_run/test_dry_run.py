@@ -11,18 +11,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mmrl.apps.dry_run import costs, dryrun, published, weightless
+from mmrl.apps.dry_run.dryrun import dry_run
+from mmrl.apps.dry_run.estimate import _passes, measure
+from mmrl.apps.dry_run.page import lines
+from mmrl.apps.dry_run.tracked import tracked
+from mmrl.apps.dry_run.weightless import folder_of, parameters_in
 from mmrl.cli.app import app
 from mmrl.config.options import TrainOptions
 from mmrl.config.yamltext import write
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.dry_run import costs, dryrun, published, weightless
-from mmrl.dry_run.dryrun import dry_run
-from mmrl.dry_run.estimate import _passes, measure
-from mmrl.dry_run.page import lines
-from mmrl.dry_run.tracked import tracked
-from mmrl.dry_run.weightless import folder_of, parameters_in
-from mmrl.run import build, state
+from mmrl.experiment import build, state
 from samplers.batching import peak_bytes
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers

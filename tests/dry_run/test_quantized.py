@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
+from mmrl.apps.dry_run import costs, rehearsal
+from mmrl.apps.dry_run.dryrun import dry_run
+from mmrl.apps.dry_run.estimate import USABLE
+from mmrl.apps.dry_run.tracked import tracked
 from mmrl.config.options import TrainOptions
 from mmrl.config.yamltext import write
+from mmrl.core.cards import CARDS
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.dry_run import costs, rehearsal
-from mmrl.dry_run.dryrun import dry_run
-from mmrl.dry_run.estimate import USABLE
-from mmrl.dry_run.tracked import tracked
 from mmrl.policies.quantization import Blocks, blocks_of, bytes_of, parameters, quantize
-from mmrl.utils.cards import CARDS
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers, tiny_vlms
 from tests.policies.diffusion.test_folder_families import CASES, PROMPTS, make

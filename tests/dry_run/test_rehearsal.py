@@ -11,15 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
+from mmrl.apps.dry_run import architectures, rehearsal
+from mmrl.apps.dry_run.estimate import Run, estimate, fit, measure
+from mmrl.apps.dry_run.page import lines
+from mmrl.apps.dry_run.tracked import tracked
 from mmrl.cli.app import app
 from mmrl.config.options import TrainOptions
+from mmrl.core.cards import CARDS, Devices, devices
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in, locate
-from mmrl.dry_run import architectures, rehearsal
-from mmrl.dry_run.estimate import Run, estimate, fit, measure
-from mmrl.dry_run.page import lines
-from mmrl.dry_run.tracked import tracked
-from mmrl.utils.cards import CARDS, Devices, devices
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
 from tests.policies.diffusion.test_any_pipeline import FAMILIES, place_of

@@ -16,18 +16,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
+from mmrl.apps.dry_run import published, replays
+from mmrl.apps.dry_run.dryrun import dry_run
+from mmrl.apps.dry_run.estimate import _passes, measure
+from mmrl.apps.dry_run.fakes import Fakes
+from mmrl.apps.dry_run.page import lines
+from mmrl.apps.dry_run.rehearsal import flow, rehearse
+from mmrl.apps.dry_run.tracked import passed, tracked
 from mmrl.cli.app import app
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.dry_run import published, replays
-from mmrl.dry_run.dryrun import dry_run
-from mmrl.dry_run.estimate import _passes, measure
-from mmrl.dry_run.fakes import Fakes
-from mmrl.dry_run.page import lines
-from mmrl.dry_run.rehearsal import flow, rehearse
-from mmrl.dry_run.tracked import passed, tracked
-from mmrl.run import build
+from mmrl.experiment import build
 from tests.fixtures import tiny_diffusers, tiny_modular
 from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_modular import ALONE

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mmrl.apps.dry_run import published, rehearsal, replays
+from mmrl.apps.dry_run.dryrun import dry_run
+from mmrl.apps.dry_run.fakes import Fakes
+from mmrl.apps.dry_run.page import lines
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.dry_run import published, rehearsal, replays
-from mmrl.dry_run.dryrun import dry_run
-from mmrl.dry_run.fakes import Fakes
-from mmrl.dry_run.page import lines
-from mmrl.policies.diffusion.any_pipeline import AnyPipeline
 from mmrl.policies.diffusion.pipeline_folder import class_of
 from mmrl.policies.quantization import Blocks, blocks_of
+from mmrl.zoo.models.any_pipeline.any_pipeline import AnyPipeline
 from tests.fixtures import tiny_diffusers
 
 load_built_in()

@@ -19,11 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mmrl.apps.dry_run import estimate, rehearsal
+from mmrl.apps.dry_run.estimate import Run, measure
+from mmrl.apps.dry_run.rehearsal import Stage, rehearse, units_of
+from mmrl.core.cards import CARDS, Devices
 from mmrl.core.registry import load_built_in
-from mmrl.dry_run import estimate, rehearsal
-from mmrl.dry_run.estimate import Run, measure
-from mmrl.dry_run.rehearsal import Stage, rehearse, units_of
-from mmrl.utils.cards import CARDS, Devices
 
 load_built_in()
 RANKS = 8

@@ -11,12 +11,12 @@ from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import locate
 from mmrl.core.types import tree_map
+from mmrl.experiment import checkpoint, state
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion.models.sd3 import SD3
-from mmrl.run import checkpoint, state
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.models.diffusion.sd3 import SD3
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
 from tests.fixtures import toys

@@ -15,14 +15,14 @@ from fastapi import FastAPI, Request, Response
 from PIL import Image
 from typer.testing import CliRunner
 
+from mmrl.apps.hub import command
+from mmrl.apps.hub.card import Card, license_of, scrubbed
+from mmrl.apps.hub.command import Request as Push
+from mmrl.apps.view.command import listening
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
-from mmrl.hub import command
-from mmrl.hub.card import Card, license_of, scrubbed
-from mmrl.hub.command import Request as Push
+from mmrl.experiment.lifecycle import train
 from mmrl.monitoring.report.pictures import data_uri
-from mmrl.run.lifecycle import train
-from mmrl.view.command import listening
 
 SPEC = {
     "policy": {

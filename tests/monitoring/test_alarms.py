@@ -13,13 +13,13 @@ import yaml
 
 from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
+from mmrl.experiment.lifecycle import train
 from mmrl.monitoring.alarms import AlarmOptions, Alarms, trend
 from mmrl.monitoring.appearance import appearance, of_pictures
 from mmrl.monitoring.diversity import portrait
 from mmrl.monitoring.log import LogOptions, RunLog
 from mmrl.monitoring.report.page import render
 from mmrl.monitoring.report.runs import read_run
-from mmrl.run.lifecycle import train
 from mmrl.scoring import Scorer
 from rewards.card import card
 from tests.fixtures.tiny_rewards import pictures

@@ -12,10 +12,10 @@ from PIL import Image
 
 from mmrl import __version__
 from mmrl.core.errors import UserError
+from mmrl.core.machine import machine
 from mmrl.monitoring import progress
 from mmrl.monitoring.log import LogOptions, RunLog, read_captions
 from mmrl.monitoring.report.pictures import Layout, sheet, tiles
-from mmrl.utils.machine import machine
 
 QUIET = LogOptions(tensorboard=False)
 

@@ -10,12 +10,12 @@ import torch
 import yaml
 
 from mmrl.core.types import Rollout
+from mmrl.experiment.lifecycle import trained
+from mmrl.experiment.stopping import NOTHING_TO_LEARN
 from mmrl.monitoring.alarms import IN_A_ROW, STUCK, AlarmOptions, Alarms
 from mmrl.monitoring.monitors import Sampled
 from mmrl.monitoring.report.page import render
 from mmrl.monitoring.report.runs import read_run
-from mmrl.run.lifecycle import trained
-from mmrl.run.stopping import NOTHING_TO_LEARN
 from rewards.answers.grounding import Grounding
 
 GOOD = {

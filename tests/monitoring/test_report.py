@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmrl.core.errors import UserError
-from mmrl.core.sound import with_sound
+from mmrl.core.machine import machine
+from mmrl.core.media.sound import with_sound
+from mmrl.core.paths import config_names, find_config
 from mmrl.monitoring.log import LogOptions, RunLog
 from mmrl.monitoring.report import charts
 from mmrl.monitoring.report.charts import Chart, Series
 from mmrl.monitoring.report.evidence import Estimate, alike, read_evaluation, verdict
 from mmrl.monitoring.report.page import before_after_picture, write_report
 from mmrl.monitoring.report.runs import read_run
-from mmrl.utils.machine import machine
-from mmrl.utils.paths import config_names, find_config
 
 NASTY = "<script>alert('x')</script> & \"quoted\" </figcaption>"
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.apps.dry_run.dryrun import dry_run
 from mmrl.core.errors import UserError
-from mmrl.dry_run.dryrun import dry_run
+from mmrl.experiment.lifecycle import train
 from mmrl.monitoring import trackers
 from mmrl.monitoring.log import LogOptions, RunLog
 from mmrl.monitoring.report.pictures import data_uri
 from mmrl.monitoring.trackers import Lane, Table, flat, markdown
-from mmrl.run.lifecycle import train
 
 RED = Image.new("RGB", (4, 4), "red")
 GROUP = {

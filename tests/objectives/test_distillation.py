@@ -10,21 +10,21 @@ from torch.distributions import Normal
 from torch.distributions import kl_divergence as known_kl
 
 from mmrl import config
+from mmrl.apps.dry_run.dryrun import dry_run
 from mmrl.config.options import TrainOptions
 from mmrl.core.distributions import Categorical, Gaussian
 from mmrl.core.divergences import Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
-from mmrl.dry_run.dryrun import dry_run
-from mmrl.objectives.distillation import Distill, Teacher
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives.distillation import Distill, Teacher
 from samplers.noise import Rng
 from tests.core.test_contract import made
+from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
 from tests.policies.test_contract_policies import prompts_for
-from tests.run.test_resume import resumes
 
 KINDS = ("reverse", "forward", "jensen_shannon")
 FAMILIES = sorted(toys.POLICIES)
@@ -294,7 +294,7 @@ def test_a_dry_run_loads_no_teacher(tmp_path, monkeypatch):
     def never(policy):
         raise AssertionError("a teacher was loaded")
 
-    monkeypatch.setattr("mmrl.objectives.distillation._frozen", never)
+    monkeypatch.setattr("mmrl.zoo.objectives.distillation._frozen", never)
     dry_run(written(tmp_path), [])
 
 
@@ -308,7 +308,7 @@ def test_a_dry_run_loads_no_teacher(tmp_path, monkeypatch):
     ],
 )
 def test_a_teacher_that_cannot_teach_is_named(tmp_path, teachers, says):
-    from mmrl.run.lifecycle import train
+    from mmrl.experiment.lifecycle import train
 
     with pytest.raises(UserError, match=says):
         train(written(tmp_path, objective=distill(*teachers)), [f"run={tmp_path / 'run'}"])

@@ -18,12 +18,12 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Rewards
+from mmrl.experiment import state
+from mmrl.experiment.build import read
 from mmrl.objectives import PolicyGradient, frozen
 from mmrl.objectives.kl import KL, Reference, Refresh, sampled
 from mmrl.objectives.terms import KLPenalty, Scored
 from mmrl.policies.masked.policy import Hidden
-from mmrl.run import state
-from mmrl.run.build import read
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw, sgd
 from mmrl.train.trainer import Trainer

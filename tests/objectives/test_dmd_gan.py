@@ -13,23 +13,23 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.objectives.base import Critic
-from mmrl.objectives.discriminator import Discriminator, Gan, middle_block, reading
-from mmrl.objectives.distribution_matching import (
+from mmrl.scoring import Scorer
+from mmrl.train.critic import SnapshotUpdate
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives.discriminator import Discriminator, Gan, middle_block, reading
+from mmrl.zoo.objectives.distribution_matching import (
     FAKE,
     DistributionMatching,
     FakeScore,
     Judged,
     Noising,
 )
-from mmrl.scoring import Scorer
-from mmrl.train.critic import SnapshotUpdate
-from mmrl.train.optimizers import adamw
-from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from samplers.processes import Flow, noised
+from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
 from tests.objectives.test_few_step import MEANS, Exact, Points, points_of, rows, spread
-from tests.run.test_resume import resumes
 
 
 def teacher():

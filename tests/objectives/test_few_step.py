@@ -10,8 +10,6 @@ from mmrl import config
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
-from mmrl.objectives.consistency import Consistency
-from mmrl.objectives.distribution_matching import FAKE, DistributionMatching, Noising
 from mmrl.policies.contracts import EncodesMedia
 from mmrl.policies.demonstrations import encoded
 from mmrl.policies.diffusion import few_step as sampling
@@ -20,10 +18,12 @@ from mmrl.scoring import Scorer
 from mmrl.train.device import Device
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives.consistency import Consistency
+from mmrl.zoo.objectives.distribution_matching import FAKE, DistributionMatching, Noising
 from samplers.noise import Rng
 from samplers.processes import Consistent, Diffusion, Flow, noised
+from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
-from tests.run.test_resume import resumes
 
 MEANS = torch.tensor([[1.0, -2.0], [-1.5, 0.5]], dtype=torch.float64)
 ALPHAS = Diffusion().alphas

@@ -12,18 +12,18 @@ from mmrl.config.unfit import unfit_for_data
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
 from mmrl.core.types import SamplerState, Transition
-from mmrl.objectives.consistency import Consistency
-from mmrl.objectives.distribution_matching import DistributionMatching
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives.consistency import Consistency
+from mmrl.zoo.objectives.distribution_matching import DistributionMatching
 from rewards.card import card
 from samplers.noise import Rng
 from samplers.windows import between_steps
+from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
 from tests.objectives.test_few_step import Exact, Points, points_of, rows, spread
-from tests.run.test_resume import resumes
 
 
 @card(differentiable=True)
@@ -254,7 +254,7 @@ train: {prompts_per_iteration: 4, group_size: 1, train_batch_size: 4, iterations
 
 
 def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded(tmp_path):
-    from mmrl.run.build import read
+    from mmrl.experiment.build import read
 
     (tmp_path / "run.yaml").write_text(WHOLE % ("jpeg_compressibility", 0.1))
     with pytest.raises(UserError, match="reward 'jpeg_compressibility' cannot be used"):

@@ -10,10 +10,18 @@ from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
+from mmrl.core.paths import find_config
 from mmrl.core.registry import WINDOWS
 from mmrl.core.types import Point, Rewards, SamplerState
 from mmrl.core.weights import Weights
-from mmrl.objectives import (
+from mmrl.experiment import state
+from mmrl.experiment.build import read
+from mmrl.objectives import PolicyGradient
+from mmrl.objectives.kl import KL
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives import (
     AWM,
     CRD,
     D3PO,
@@ -22,17 +30,9 @@ from mmrl.objectives import (
     AdjointMatching,
     DiffusionDPO,
     Draft,
-    PolicyGradient,
     SePPO,
 )
-from mmrl.objectives.kl import KL
-from mmrl.objectives.reward_gradient import DIVERGENCES
-from mmrl.run import state
-from mmrl.run.build import read
-from mmrl.scoring import Scorer
-from mmrl.train.optimizers import adamw
-from mmrl.train.trainer import Trainer
-from mmrl.utils.paths import find_config
+from mmrl.zoo.objectives.reward_gradient import DIVERGENCES
 from rewards.card import card
 from samplers.kernels import consistency, memoryless, ode
 from samplers.noise import Rng
@@ -354,7 +354,7 @@ def test_adjoints_are_the_gradient_through_the_base_sampler():
     objective = AdjointMatching(strength=2.0)
     policy, rollout = setting(objective, sde_type=memoryless, noise_level=1.0)
     (point,) = objective.points(policy, rollout, Rng.of(0))
-    from mmrl.objectives.reward_gradient import steps_of
+    from mmrl.zoo.objectives.reward_gradient import steps_of
 
     steps = steps_of(point)
     adjoints = objective._adjoints(policy, point, steps)

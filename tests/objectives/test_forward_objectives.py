@@ -19,7 +19,14 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import TIMES
 from mmrl.core.types import Point
-from mmrl.objectives import (
+from mmrl.objectives import frozen
+from mmrl.objectives.forward_process import comparisons, error, noised
+from mmrl.objectives.surrogates import clip
+from mmrl.objectives.timestep_samplers import early_steps, logit_normal, steps, uniform
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives import (
     AWM,
     DGPO,
     NFT,
@@ -27,18 +34,11 @@ from mmrl.objectives import (
     FlowDPPO,
     Guard,
     RewardWeightedRegression,
-    frozen,
 )
-from mmrl.objectives.forward_process.awm import SCORES
-from mmrl.objectives.forward_process.base import comparisons, error, noised
-from mmrl.objectives.grpo_guard import normalised
-from mmrl.objectives.preference import pairs
-from mmrl.objectives.surrogates import clip
-from mmrl.objectives.timestep_samplers import early_steps, logit_normal, steps, uniform
-from mmrl.objectives.trust_region import gated
-from mmrl.scoring import Scorer
-from mmrl.train.optimizers import adamw
-from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives.forward_process.awm import SCORES
+from mmrl.zoo.objectives.grpo_guard import normalised
+from mmrl.zoo.objectives.preference import pairs
+from mmrl.zoo.objectives.trust_region import gated
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_point

@@ -13,13 +13,13 @@ from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
-from mmrl.objectives import GroupLoss, group_contrast, group_preference
-from mmrl.objectives.group_loss import Groups, Samples
+from mmrl.experiment.build import read
 from mmrl.policies.diffusion.trees import Tree
-from mmrl.run.build import read
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw, sgd
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives import GroupLoss, group_contrast, group_preference
+from mmrl.zoo.objectives.group_loss import Groups, Samples
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.objectives.test_objective_pairs import WHOLE, ToyHidden

@@ -10,16 +10,16 @@ import torch
 from mmrl.core import decisions
 from mmrl.core.decisions import entropy_scale
 from mmrl.core.errors import UserError
-from mmrl.objectives import HAPO
+from mmrl.experiment.build import read
 from mmrl.objectives.terms import Scored
-from mmrl.policies.image_tokens.models.llamagen import LlamaGen
-from mmrl.run.build import read
+from mmrl.zoo.models.image_tokens.llamagen import LlamaGen
+from mmrl.zoo.objectives import HAPO
 from samplers.noise import Rng
 from samplers.warp import EntropyScale
 from tests.core.test_imports import ROOT
+from tests.experiment.test_resume import resumes
 from tests.fixtures import image_tokens, toys
 from tests.fixtures.records import make_point
-from tests.run.test_resume import resumes
 from tests.train.test_trainer import make_trainer
 
 SCALE = EntropyScale(median=0.1, std=0.7, highest=1.8, lowest=-2.5)

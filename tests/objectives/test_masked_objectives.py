@@ -14,14 +14,14 @@ from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, ESTIMATORS, SURROGATES
 from mmrl.core.types import Rewards
-from mmrl.objectives import Masked
-from mmrl.objectives.mask_estimators import fading
 from mmrl.policies.contracts import Remasks
 from mmrl.policies.masked.policy import MaskedDiffusion
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import loss_weights
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives import Masked
+from mmrl.zoo.objectives.mask_estimators import fading
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_point, make_rollout

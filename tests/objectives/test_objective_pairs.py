@@ -18,12 +18,12 @@ from mmrl.config.unfit import KINDS, unsuited
 from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, POLICIES
-from mmrl.objectives import GroupLoss
+from mmrl.experiment.build import read
 from mmrl.policies.masked.policy import MaskedDiffusion
-from mmrl.run.build import read
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives import GroupLoss
 from rewards.card import card
 from samplers.kernels import memoryless
 from samplers.noise import Rng

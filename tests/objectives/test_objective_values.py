@@ -10,7 +10,16 @@ from mmrl.core.distributions import Categorical, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.types import Point, Provenance, Rewards
-from mmrl.objectives import (
+from mmrl.objectives import PolicyGradient
+from mmrl.objectives.decisions import TokenWeights, subset
+from mmrl.objectives.kl import KL, estimate
+from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
+from mmrl.objectives.terms.entropy import Entropy, EntropyBonus
+from mmrl.objectives.terms.importance_sampling import Importance
+from mmrl.objectives.terms.off_policy import off_policy
+from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.tokens import TokenPolicy
+from mmrl.zoo.objectives import (
     AWM,
     CRD,
     D3PO,
@@ -26,24 +35,15 @@ from mmrl.objectives import (
     FlowDPPO,
     Guard,
     KLCov,
-    PolicyGradient,
     RewardWeightedRegression,
     SePPO,
 )
-from mmrl.objectives.covariance import Drawing, HeldBack
-from mmrl.objectives.decisions import TokenWeights, subset
-from mmrl.objectives.forward_process.awm import SCORES
-from mmrl.objectives.group_loss import Groups, Samples
-from mmrl.objectives.grpo_guard import normalised
-from mmrl.objectives.kl import KL, estimate
-from mmrl.objectives.reward_gradient import DIVERGENCES
-from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
-from mmrl.objectives.terms.entropy import Entropy, EntropyBonus
-from mmrl.objectives.terms.importance_sampling import Importance
-from mmrl.objectives.terms.off_policy import off_policy
-from mmrl.objectives.trust_region import gated
-from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.tokens import TokenPolicy
+from mmrl.zoo.objectives.covariance import Drawing, HeldBack
+from mmrl.zoo.objectives.forward_process.awm import SCORES
+from mmrl.zoo.objectives.group_loss import Groups, Samples
+from mmrl.zoo.objectives.grpo_guard import normalised
+from mmrl.zoo.objectives.reward_gradient import DIVERGENCES
+from mmrl.zoo.objectives.trust_region import gated
 from samplers.batching import chunks
 from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng

@@ -13,14 +13,15 @@ from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS, SURROGATES
 from mmrl.core.types import Point
-from mmrl.objectives import ClipCov, Masked, PolicyGradient
+from mmrl.experiment.build import read
+from mmrl.objectives import PolicyGradient
 from mmrl.objectives.surrogates import sees_whole_rows
 from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.policies.diffusion.trees import Tree
-from mmrl.run.build import read
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives import ClipCov, Masked
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.objectives.test_objective_pairs import WHOLE, ToyHidden

@@ -12,21 +12,21 @@ from mmrl.objectives import SFT
 from mmrl.objectives.supervised import thought_tokens, without_thought
 from mmrl.objectives.timestep_samplers import logit_normal
 from mmrl.policies.contracts import Demonstrates
-from mmrl.policies.image_tokens.models.janus import Janus
-from mmrl.policies.masked.masked_lm import MaskedLM
-from mmrl.policies.unified.policy import JanusUnified
-from mmrl.policies.unified.prompts import Answer, Plan
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.supervised import demonstrated
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.models.image_tokens.janus import Janus
+from mmrl.zoo.models.masked.masked_lm import MaskedLM
+from mmrl.zoo.models.unified.policy import JanusUnified
+from mmrl.zoo.models.unified.prompts import Answer, Plan
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_vlms, toys
 from tests.fixtures.demonstrations import FAMILIES, make, pictured, sd
 from tests.fixtures.image_tokens import tiny_janus
 from tests.objectives.test_masked_objectives import Hides, finished
 from tests.policies.vlm.test_vlm_policy import native, policy_of
-from tests.run.test_resume import resumes
 
 RNG = Rng.of("supervised")
 

@@ -11,8 +11,9 @@ from annotated_types import Gt
 from mmrl import config
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, documentation, options
-from mmrl.objectives import HAPO, ClipCov, Guard, KLCov, PolicyGradient
+from mmrl.objectives import PolicyGradient
 from mmrl.objectives.terms import TERMS, Term
+from mmrl.zoo.objectives import HAPO, ClipCov, Guard, KLCov
 from samplers.noise import Rng
 from tests.fixtures import toys
 

@@ -23,8 +23,6 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
 from mmrl.core.types import Rewards
-from mmrl.objectives import ClipCov
-from mmrl.objectives.covariance import Drawing
 from mmrl.objectives.kl import estimate
 from mmrl.policies.base import Policy
 from mmrl.policies.capabilities import Capabilities
@@ -32,6 +30,8 @@ from mmrl.policies.tokens import TokenPolicy
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives import ClipCov
+from mmrl.zoo.objectives.covariance import Drawing
 from samplers.noise import Rng
 from tests.fixtures.records import make_point, make_rollout
 

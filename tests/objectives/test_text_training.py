@@ -15,23 +15,24 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Completion, Provenance, Rewards
-from mmrl.objectives import GVPO, REAL, KLCov, PolicyGradient, RegGRPO
+from mmrl.experiment import state
+from mmrl.objectives import PolicyGradient
 from mmrl.objectives.terms.entropy import Entropy, EntropyBonus
 from mmrl.objectives.terms.kl_penalty import KLPenalty
 from mmrl.policies.base import NO_CONTEXT
-from mmrl.rollout import dynamic_sampling
-from mmrl.rollout.dynamic_sampling import flat_groups
 from mmrl.rollout.stages import Drawn
-from mmrl.run import state
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives import GVPO, REAL, KLCov, RegGRPO
+from mmrl.zoo.stages import dynamic_sampling
+from mmrl.zoo.stages.dynamic_sampling import flat_groups
 from rewards import co_reward
 from samplers.noise import Rng
 from tests.advantages.test_advantages import rollout as rollout_of
+from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
 from tests.fixtures.records import make_point
-from tests.run.test_resume import resumes
 
 registry.load_built_in()
 

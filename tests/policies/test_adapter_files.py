@@ -11,9 +11,9 @@ from transformers import AutoModelForImageTextToText
 
 from mmrl.core.errors import UserError
 from mmrl.policies import adapter_files
-from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.lora import Lora, add_lora, ending_like, merged
 from mmrl.policies.vlm.policy import VLM
+from mmrl.zoo.models.image_tokens.janus import Janus
 from tests.fixtures import tiny_vlms, vllm_models
 from tests.fixtures.image_tokens import tiny_janus
 

@@ -16,11 +16,11 @@ from torch import nn
 from mmrl.core import registry
 from mmrl.core.registry import POLICIES, options
 from mmrl.core.types import LatentPath, Rollout, Transition
+from mmrl.experiment import evaluation
 from mmrl.objectives.base import frozen
 from mmrl.policies import contracts
 from mmrl.policies.base import Policy
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
-from mmrl.run import evaluation
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import passes
 from samplers.noise import Rng

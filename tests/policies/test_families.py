@@ -9,10 +9,10 @@ import torch
 from mmrl import advantages
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rollout, SamplerState
+from mmrl.experiment.evaluation import sample
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.lora import Lora
-from mmrl.run.evaluation import sample
 from mmrl.train.minibatches import loss_total, loss_weights, passes
 from samplers.kernels import dance_sde
 from samplers.noise import Rng

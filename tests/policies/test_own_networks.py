@@ -7,8 +7,8 @@ from torch import nn
 
 from mmrl.core.contract import Pictures
 from mmrl.core.errors import UserError
-from mmrl.policies.diffusion.custom_module import Module
-from mmrl.policies.masked.masked_image_lm import MaskedImageLM
+from mmrl.zoo.models.diffusion.custom_module import Module
+from mmrl.zoo.models.masked.masked_image_lm import MaskedImageLM
 from samplers.noise import Rng
 from tests.fixtures import local_code, tiny_masked_lm
 from tests.policies.diffusion.test_folder_families import trainer_of
@@ -218,7 +218,7 @@ def test_code_of_a_unified_model_is_refused_in_one_sentence(methods, sentence):
 
 
 def test_a_layer_of_a_unified_model_without_numbers_is_named():
-    from mmrl.policies.unified.contract import NEEDED, checked
+    from mmrl.zoo.models.unified.contract import NEEDED, checked
 
     model = nn.Module()
     model.c = nn.Linear(2, 2, device="meta")

@@ -11,8 +11,8 @@ from mmrl.core.types import Rewards
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.masked.policy import MaskedDiffusion
 from mmrl.rollout.collect import joined
-from mmrl.rollout.replay_buffer import Remembered, packed, unpacked
 from mmrl.train.minibatches import passes
+from mmrl.zoo.stages.replay_buffer import Remembered, packed, unpacked
 from samplers.noise import Rng
 from tests.core.test_contract import made
 from tests.fixtures import toys

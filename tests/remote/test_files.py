@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.apps.serve.service import make_app
 from mmrl.config import Weighted
 from mmrl.core.registry import REWARDS, load_built_in
-from mmrl.remote.service import make_app
 from mmrl.scoring import Handled, Handling
 from rewards import ByTask, Calibrated, Remote, Segmentation, Svg, jpeg_compressibility
 from rewards.base.files import NoPath, of_a_request, open_picture, request

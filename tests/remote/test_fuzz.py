@@ -10,8 +10,8 @@ from collections import Counter
 
 import pytest
 
+from mmrl.apps.serve.service import ServeOptions, make_app
 from mmrl.config import Weighted
-from mmrl.remote.service import ServeOptions, make_app
 from tests.fixtures.reward_servers import b64, good, mean, mutated, numbers, picky, png
 
 REQUESTS = 10_000

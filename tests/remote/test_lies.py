@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mmrl.apps.serve.service import ServeOptions
 from mmrl.core.errors import UserError
-from mmrl.remote.service import ServeOptions
 from rewards import Remote
 from rewards.servers.tokens import Tokens
 from tests.fixtures import waiting

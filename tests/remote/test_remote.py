@@ -14,7 +14,7 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from mmrl.run.lifecycle import train
+from mmrl.experiment.lifecycle import train
 from mmrl.scoring import Scorer
 from rewards import Remote, jpeg_compressibility
 from rewards.card import PICTURES, Card

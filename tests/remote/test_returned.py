@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmrl.cluster.workers import RewardWorker, Surroundings
+from mmrl.apps.ray.workers import RewardWorker, Surroundings
 from mmrl.scoring import Handled, Handling, Scorer
 from mmrl.scoring.returned import does_not_apply
 from rewards import Remote
@@ -78,7 +78,7 @@ def test_a_worker_elsewhere_says_them_too(monkeypatch):
         media, prompts = TEXTS, asked(5)
 
     monkeypatch.setattr(
-        "mmrl.cluster.parcels.opened", lambda parcel: (parcel.media, parcel.prompts)
+        "mmrl.apps.ray.parcels.opened", lambda parcel: (parcel.media, parcel.prompts)
     )
     reply = worker.work(Parcel())
     values = torch.from_numpy(reply.values.copy())

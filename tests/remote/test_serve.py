@@ -18,9 +18,9 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.apps.serve.lanes import Lane
+from mmrl.apps.serve.server import load
 from mmrl.core.errors import UserError
-from mmrl.remote.lanes import Lane
-from mmrl.remote.server import load
 from rewards import Remote, jpeg_compressibility
 from tests.fixtures import waiting, warm
 from tests.fixtures.reward_servers import (

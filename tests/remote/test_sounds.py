@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from mmrl.apps.serve.lanes import Job
 from mmrl.core.errors import UserError
+from mmrl.core.media.sound import sound_of, with_sound
 from mmrl.core.registry import REWARDS
-from mmrl.core.sound import sound_of, with_sound
-from mmrl.remote.lanes import Job
 from rewards import Remote
 from rewards.card import card
 from tests.fixtures import waiting

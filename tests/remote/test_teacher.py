@@ -12,15 +12,15 @@ import pytest
 import torch
 import yaml
 
+from mmrl.apps.serve.server import load_teacher
+from mmrl.apps.serve.teaching import make_teacher_app
 from mmrl.core import top_tokens
 from mmrl.core.distributions import Categorical
 from mmrl.core.divergences import Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.messages import BadMessage, pack, unpack
-from mmrl.objectives.distillation import Distill, RemoteOptions, Teacher
 from mmrl.policies import teaching as wire
-from mmrl.remote.server import load_teacher
-from mmrl.remote.teaching import make_teacher_app
+from mmrl.zoo.objectives.distillation import Distill, RemoteOptions, Teacher
 from tests.core.test_contract import made
 from tests.fixtures import toys
 from tests.fixtures.reward_servers import answering, free_port, saying
@@ -321,7 +321,7 @@ def test_a_deep_or_long_header_is_refused():
 
 
 def test_a_run_learns_from_a_served_configuration(tmp_path, monkeypatch):
-    from mmrl.run.lifecycle import train
+    from mmrl.experiment.lifecycle import train
 
     file = tmp_path / "teacher.yaml"
     toy = "tests.fixtures.toys:ToyCausal"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
+from mmrl.core.media.sound import with_sound
 from mmrl.core.registry import REWARDS, load_built_in
-from mmrl.core.sound import with_sound
 from rewards.card import card_of
 from rewards.videos.av_align import onsets, overlap
 from samplers.noise import Rng

@@ -12,14 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.advantages import dr_grpo, reinforce, temporal
+from mmrl.advantages import dr_grpo
 from mmrl.advantages.group import group
-from mmrl.advantages.online import MaxMin, Running
 from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Completion, Rewards
 from mmrl.scoring import Handling, Scorer
+from mmrl.zoo.advantages import reinforce, temporal
+from mmrl.zoo.advantages.online import MaxMin, Running
 from rewards import (
     KeySteps,
     answer_frequency,

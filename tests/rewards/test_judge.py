@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.advantages import reinforce
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rollout
 from mmrl.scoring import Scorer
+from mmrl.zoo.advantages import reinforce
 from rewards.base.media import to_uint8
 from rewards.judges.checklist import Checklist
 from rewards.judges.edit import EditJudge
@@ -496,8 +496,8 @@ def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
     log."""
     import yaml
 
+    from mmrl.experiment.lifecycle import train
     from mmrl.monitoring.report.runs import read_run
-    from mmrl.run.lifecycle import train
 
     scorer = Scorer({"pairs": Pairwise(server(url))})
     # two groups of one prompt

@@ -7,8 +7,8 @@ import torch
 
 from mmrl.config.needs import wrong_media
 from mmrl.core.errors import UserError
+from mmrl.core.media.sound import with_sound
 from mmrl.core.registry import POLICIES, REWARDS, load_built_in
-from mmrl.core.sound import with_sound
 from rewards.card import card_of
 from rewards.videos.pe_av import EMBEDDINGS
 from tests.fixtures.tiny_rewards import asked

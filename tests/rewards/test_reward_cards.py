@@ -16,7 +16,7 @@ from mmrl import config
 from mmrl.cli.reward_table import BEGIN, END, markdown, renewed, span, speeds
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
-from mmrl.run import build
+from mmrl.experiment import build
 from rewards.card import Card, card, card_of
 
 ROOT = Path(__file__).resolve().parents[2]

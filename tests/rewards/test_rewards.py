@@ -12,10 +12,10 @@ import torch
 import yaml
 
 import rewards
+from mmrl.apps.serve.server import load
 from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
-from mmrl.remote.server import load
 from rewards import jpeg_compressibility, jpeg_incompressibility
 from rewards.card import card_of
 from tests.fixtures.reward_servers import eighth, serving

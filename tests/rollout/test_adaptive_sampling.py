@@ -7,15 +7,16 @@ from statistics import fmean, pstdev
 import pytest
 import torch
 
-from mmrl.advantages import all_samples, outcomes
+from mmrl.advantages import outcomes
 from mmrl.advantages.group import group
 from mmrl.config.options import AdaptiveRounds
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards, per_prompt
-from mmrl.rollout.adaptive_sampling import AdaptiveSampling, balanced, chosen
-from mmrl.rollout.dynamic_sampling import exchanged
 from mmrl.rollout.stages import Drawn, shaped_moments
+from mmrl.zoo.advantages import all_samples
+from mmrl.zoo.stages.adaptive_sampling import AdaptiveSampling, balanced, chosen
+from mmrl.zoo.stages.dynamic_sampling import exchanged
 from samplers.noise import Rng
 from tests.fixtures import toys, waiting
 from tests.fixtures.records import make_rollout

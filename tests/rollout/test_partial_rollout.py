@@ -16,11 +16,11 @@ from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 from tests.rollout.test_past import moved
 from tests.rollout.test_replay_buffer import asked
-from tests.run.test_resume import resumes
 
 LONGEST = 9
 

@@ -16,16 +16,16 @@ from mmrl.config.options import ResponseReuse, Reuse
 from mmrl.core.errors import UserError
 from mmrl.core.registry import SURROGATES
 from mmrl.core.types import LatentPath, MaskTrace, Rewards
+from mmrl.experiment import checkpoint, state
 from mmrl.objectives.policy_gradient import PolicyGradient
-from mmrl.objectives.reward_gradient import Draft
 from mmrl.objectives.terms.importance_sampling import Importance
-from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.rollout.collect import rescored
-from mmrl.rollout.past import packed, remembered, unpacked
-from mmrl.rollout.replay_buffer import ReplayBuffer
-from mmrl.rollout.response_reuse import PICKS, ReusedResponses, stratified
 from mmrl.rollout.stages import Drawn, set_apart, sizes_of_all
-from mmrl.run import checkpoint, state
+from mmrl.zoo.models.masked.masked_lm import MaskedLM
+from mmrl.zoo.objectives.reward_gradient import Draft
+from mmrl.zoo.stages.past import packed, remembered, unpacked
+from mmrl.zoo.stages.replay_buffer import ReplayBuffer
+from mmrl.zoo.stages.response_reuse import PICKS, ReusedResponses, stratified
 from samplers.noise import Rng
 from tests.fixtures import past_worker, toys, warm
 from tests.fixtures.tiny_masked_lm import folder

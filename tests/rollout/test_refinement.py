@@ -15,11 +15,11 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance, Rewards
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.surrogates import gspo
-from mmrl.rollout.refinement import Refined, listed
 from mmrl.rollout.stages import Drawn, Setup
 from mmrl.scoring.scorer import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.stages.refinement import Refined, listed
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401

@@ -12,13 +12,13 @@ from mmrl import advantages
 from mmrl.config.options import Reuse, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance, Rewards
+from mmrl.experiment import state
 from mmrl.objectives.policy_gradient import PolicyGradient
-from mmrl.rollout.replay_buffer import ReplayBuffer, marked
 from mmrl.rollout.stages import Drawn
-from mmrl.run import state
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.stages.replay_buffer import ReplayBuffer, marked
 from samplers.noise import Rng
 from tests.fixtures import tiny_vlms, toys
 from tests.policies.vlm.test_vlm_policy import point_of, policy_of, quiet  # noqa: F401

@@ -11,13 +11,13 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import AdaptiveRounds, ResponseReuse, TrainOptions
 from mmrl.core.errors import UserError
+from mmrl.experiment import state
 from mmrl.objectives.policy_gradient import PolicyGradient
-from mmrl.rollout.replay_buffer import marked
-from mmrl.rollout.response_reuse import ReusedResponses
-from mmrl.run import state
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.stages.replay_buffer import marked
+from mmrl.zoo.stages.response_reuse import ReusedResponses
 from tests.fixtures import toys
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 from tests.rollout.test_replay_buffer import asked, drawn, point_of

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mmrl.advantages import dance_grpo, flow_grpo, gdpo, rloo, statistics
-from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.group import group
 from mmrl.advantages.process import process
 from mmrl.config.options import TrainOptions
@@ -17,6 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
 from mmrl.rollout import collect
 from mmrl.scoring import Scorer
+from mmrl.zoo.advantages.ddpo import DDPO
 from rewards.card import card
 from samplers.noise import Rng
 from tests.fixtures import toys, waiting

@@ -15,13 +15,13 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, REWARDS, load_built_in
 from mmrl.data.base import batch
-from mmrl.data.self_instruct import SelfInstruct
 from mmrl.objectives import PolicyGradient
-from mmrl.rollout.self_instruct import SelfInstruction
 from mmrl.rollout.stages import Setup
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.curricula.self_instruct import SelfInstruct
+from mmrl.zoo.stages.self_instruct import SelfInstruction
 from rewards.judges.instructions import Filters, new_instruction, request
 from tests.fixtures import toys
 

@@ -12,13 +12,13 @@ from mmrl import config
 from mmrl.config.options import Speculative
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
+from mmrl.experiment import state
 from mmrl.policies.base import NO_CONTEXT, Drafts
 from mmrl.policies.drafts import all_logprobs
-from mmrl.policies.image_tokens.models.llamagen import LlamaGen
-from mmrl.policies.image_tokens.models.var import VAR
 from mmrl.policies.vlm.generate import Task, generate
-from mmrl.rollout.speculative import SpeculativeRollouts
-from mmrl.run import state
+from mmrl.zoo.models.image_tokens.llamagen import LlamaGen
+from mmrl.zoo.models.image_tokens.var import VAR
+from mmrl.zoo.stages.speculative import SpeculativeRollouts
 from samplers.noise import Rng
 from samplers.warp import Anneal
 from tests.fixtures import image_tokens, toys

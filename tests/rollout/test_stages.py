@@ -7,18 +7,19 @@ from statistics import fmean
 import pytest
 import torch
 
-from mmrl.advantages import GCPO, dr_grpo
+from mmrl.advantages import dr_grpo
 from mmrl.config.options import TrainOptions
 from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
-from mmrl.data.suggestions import Forms
+from mmrl.experiment import state
 from mmrl.objectives import PolicyGradient
 from mmrl.rollout.stages import Setup, Stage, by_question, stages_of
-from mmrl.run import state
 from mmrl.scoring.scorer import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer, whole_questions
+from mmrl.zoo.advantages import GCPO
+from mmrl.zoo.curricula.suggestions import Forms
 from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
 

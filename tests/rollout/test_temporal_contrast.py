@@ -16,9 +16,9 @@ from mmrl.core.types import Rewards, per_prompt
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.vlm.policy import VLM
 from mmrl.rollout.stages import Drawn, Setup
-from mmrl.rollout.temporal_contrast import Contrasted, has_video
 from mmrl.scoring import Scorer
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.stages.temporal_contrast import Contrasted, has_video
 from samplers.noise import Rng
 from tests.fixtures import tiny_vlms, toys
 from tests.fixtures.records import make_rollout

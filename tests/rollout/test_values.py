@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from mmrl.advantages.baseline import PVPO
 from mmrl.config.options import Demonstrations, PromptValue, TrainOptions
 from mmrl.config.unfit import unsupported_options
 from mmrl.core import distributed
@@ -17,12 +16,13 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.core.types import Provenance
 from mmrl.data.base import batch
-from mmrl.data.selection import Pcl
-from mmrl.objectives.group_regression import ALoL
+from mmrl.experiment import state
 from mmrl.policies.lora import Lora
-from mmrl.policies.values import SNAPSHOT, ValueNetwork
 from mmrl.policies.vlm.policy import VLM
-from mmrl.run import state
+from mmrl.zoo.advantages.baseline import PVPO
+from mmrl.zoo.curricula.selection import Pcl
+from mmrl.zoo.objectives.group_regression import ALoL
+from mmrl.zoo.stages.value_network import SNAPSHOT, ValueNetwork
 from tests.fixtures import tiny_vlms, toys, warm
 from tests.fixtures.records import make_rollout
 from tests.rollout.test_written_answers import Taught

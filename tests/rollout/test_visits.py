@@ -8,13 +8,13 @@ from statistics import fmean
 import pytest
 import torch
 
-from mmrl.advantages.baseline import SingleStream
 from mmrl.config.options import PolicyDrift
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.data.base import Outcome, batch
-from mmrl.data.tracked import SingleStreamData
-from mmrl.rollout.visits import Visits
+from mmrl.zoo.advantages.baseline import SingleStream
+from mmrl.zoo.curricula.tracked import SingleStreamData
+from mmrl.zoo.stages.visits import Visits
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout

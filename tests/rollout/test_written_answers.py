@@ -16,16 +16,17 @@ from mmrl.config.options import Demonstrations, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.core.types import Point, Provenance, Renoised, Rewards, TokenOrder
-from mmrl.data.answers import of_field, of_file
-from mmrl.objectives import DPO, IPO, PolicyGradient
-from mmrl.objectives.group_loss import Groups, Samples
-from mmrl.objectives.preference import DiffusionDPO
+from mmrl.objectives import PolicyGradient
 from mmrl.objectives.terms.imitation import Imitation, Supervision
 from mmrl.rollout.stages import Drawn, Setup, set_apart
-from mmrl.rollout.written_answers import Demonstrated
 from mmrl.scoring.scorer import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives import DPO, IPO
+from mmrl.zoo.objectives.group_loss import Groups, Samples
+from mmrl.zoo.objectives.preference import DiffusionDPO
+from mmrl.zoo.stages.answers import of_field, of_file
+from mmrl.zoo.stages.written_answers import Demonstrated
 from samplers.noise import Rng
 from tests.fixtures import demonstrations, toys
 from tests.fixtures.records import make_rollout

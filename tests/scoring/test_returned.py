@@ -12,7 +12,7 @@ from mmrl.advantages import gdpo
 from mmrl.advantages.group import group
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
-from mmrl.run.reward_notes import notes
+from mmrl.experiment.reward_notes import notes
 from mmrl.scoring import Handling, Scorer
 from tests.advantages.test_advantages import rollout
 from tests.fixtures.tiny_rewards import asked, pictures

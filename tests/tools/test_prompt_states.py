@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from mmrl.apps.prepare import prompt_states
 from mmrl.core.errors import UserError
-from mmrl.run import build
-from mmrl.tools import prompt_states
+from mmrl.experiment import build
 from tests.fixtures import tiny_vlms
 
 CONFIG = """

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from mmrl.apps.prepare import reference_rewards
 from mmrl.cli.app import app
 from mmrl.core.registry import locate
-from mmrl.tools import reference_rewards
 
 CONFIG = """
 policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, lora: 2}}

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mmrl.tools import reverse_thinking
+from mmrl.apps.prepare import reverse_thinking
 from tests.fixtures import tiny_vlms
 
 CONFIG = """

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from mmrl.config.options import ContextParallel, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.experiment.build import check_started, read
 from mmrl.policies.diffusion import context_parallel
-from mmrl.run.build import check_started, read
 from mmrl.train.device import check_mesh
 from mmrl.train.optimizers import unshardable
 from tests.fixtures import context_worker as worker

@@ -8,9 +8,9 @@ import torch
 
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.policies.diffusion.models.wan import Experts
 from mmrl.policies.lora import Lora
 from mmrl.train.device import Device
+from mmrl.zoo.models.diffusion.wan import Experts
 from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
 

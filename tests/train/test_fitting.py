@@ -14,7 +14,16 @@ from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
-from mmrl.objectives import (
+from mmrl.experiment.evaluation import sample
+from mmrl.objectives import PolicyGradient
+from mmrl.policies.base import RolloutContext
+from mmrl.policies.diffusion.flow_plan import planned
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.rollout.collect import joined
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from mmrl.zoo.objectives import (
     AWM,
     CRD,
     D3PO,
@@ -24,17 +33,8 @@ from mmrl.objectives import (
     DiffusionDPO,
     Draft,
     FlowDPPO,
-    PolicyGradient,
     RewardWeightedRegression,
 )
-from mmrl.policies.base import RolloutContext
-from mmrl.policies.diffusion.flow_plan import planned
-from mmrl.policies.diffusion.flow_policy import FlowPolicy
-from mmrl.rollout.collect import joined
-from mmrl.run.evaluation import sample
-from mmrl.scoring import Scorer
-from mmrl.train.optimizers import adamw
-from mmrl.train.trainer import Trainer
 from samplers.batching import attempts, peak_bytes
 from samplers.noise import Rng
 from samplers.windows import random_steps, random_window

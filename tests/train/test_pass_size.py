@@ -12,12 +12,12 @@ from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.config.unfit import unmeasurable, unsupported_options
 from mmrl.core.errors import UserError
+from mmrl.experiment import rerun, state
+from mmrl.experiment.build import set_width
 from mmrl.policies.contracts import Trial
 from mmrl.policies.diffusion.flow_plan import planned
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.vlm.policy import VLM
-from mmrl.run import rerun, state
-from mmrl.run.build import set_width
 from mmrl.train import pass_size
 from samplers.windows import FIXED
 from tests.fixtures import toys

@@ -13,18 +13,18 @@ from mmrl.config.options import TrainOptions
 from mmrl.config.preferences import Preferences
 from mmrl.core.errors import UserError
 from mmrl.data.pairs import Pairs, PreferencePairs, answer_of, pairs_of_file
-from mmrl.objectives import DPO, KTO, DiffusionDPO, SimPO
-from mmrl.policies.unified.policy import JanusUnified
-from mmrl.policies.unified.prompts import Plan
 from mmrl.rollout.preferences import Compared
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.models.unified.policy import JanusUnified
+from mmrl.zoo.models.unified.prompts import Plan
+from mmrl.zoo.objectives import DPO, KTO, DiffusionDPO, SimPO
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures.demonstrations import make, picture, pictured
 from tests.fixtures.image_tokens import tiny_janus
 from tests.policies.vlm.test_vlm_policy import policy_of
-from tests.run.test_resume import resumes
 
 OTHERS = {
     "causal": lambda i: torch.tensor([1, i % 3, 0, 2, 1, 3]),

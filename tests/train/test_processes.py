@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl.core.registry import locate
-from mmrl.run import lifecycle
+from mmrl.experiment import lifecycle
 from tests.fixtures import process_worker as worker
 from tests.fixtures import warm
 

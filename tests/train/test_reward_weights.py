@@ -11,9 +11,9 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import RewardGradients, TrainOptions
 from mmrl.core.errors import UserError
+from mmrl.experiment import state
+from mmrl.experiment.build import read
 from mmrl.objectives import PolicyGradient
-from mmrl.run import state
-from mmrl.run.build import read
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.reward_weights import influences

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.policies.masked.masked_lm import MaskedLM
 from mmrl.policies.vlm.policy import VLM
 from mmrl.train.device import Device
 from mmrl.train.shard_units import shard_classes, ties_kept
+from mmrl.zoo.models.masked.masked_lm import MaskedLM
 from tests.fixtures import tiny_diffusers, tiny_masked_lm, tiny_vlms
 
 

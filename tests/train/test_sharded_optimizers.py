@@ -11,7 +11,7 @@ from torch import nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OPTIMIZERS, load_built_in
-from mmrl.run.build import read
+from mmrl.experiment.build import read
 from mmrl.train.device import check_launcher
 from mmrl.train.optimizers import WHOLE_ONLY, unshardable
 from mmrl.train.whole import WholeSteps
@@ -90,7 +90,7 @@ def test_offloaded_parameters_are_refused_before_anything_is_loaded(written, mon
 
 
 def test_the_launcher_is_looked_at_before_the_policy_is_built(monkeypatch):
-    from mmrl.run.build import Session
+    from mmrl.experiment.build import Session
 
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
+from mmrl.core.paths import find_config
 from mmrl.core.registry import OBJECTIVES, load_built_in
-from mmrl.objectives import AWM, Guard, PolicyGradient
-from mmrl.run.build import read
+from mmrl.experiment.build import read
+from mmrl.objectives import PolicyGradient
 from mmrl.train.optimizers import adamw
-from mmrl.utils.paths import find_config
+from mmrl.zoo.objectives import AWM, Guard
 from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mmrl.utils.at_once import HANDED_ON, SAME_INSTANT, asks_again
+from mmrl.core.at_once import HANDED_ON, SAME_INSTANT, asks_again
 from tests.fixtures.waiting import HANG
 
 # hours in one call of a library, during which Python's handlers do not run; the first signal may

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.utils import rounding
+from mmrl.core import rounding
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def test_only_intel_s_products_are_told_how_to_round(vendor, wanted, tmp_path, m
 
 def test_the_command_sets_it_before_torch_is_loaded():
     program = (
-        "import json, sys; import mmrl.cli.app; import mmrl.utils.rounding as rounding\n"
+        "import json, sys; import mmrl.cli.app; import mmrl.core.rounding as rounding\n"
         "rounding.prepare = lambda: print(json.dumps('torch' in sys.modules))\n"
         "sys.argv = ['mmrl', '--help']; mmrl.cli.app.main()\n"
     )

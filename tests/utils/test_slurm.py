@@ -3,7 +3,7 @@
 import pytest
 
 from mmrl.core.errors import UserError
-from mmrl.utils.slurm import first_host, place
+from mmrl.core.slurm import first_host, place
 from tests.fixtures import warm
 
 # what srun sets for the sixth of seven tasks, the second on the second of two nodes

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import pytest
 import uvicorn
 
+from mmrl.apps.view.command import listening
+from mmrl.apps.view.folders import Runs
+from mmrl.apps.view.pairs import Pairs
+from mmrl.apps.view.server import application
 from mmrl.monitoring.report.page import write_report
-from mmrl.view.command import listening
-from mmrl.view.folders import Runs
-from mmrl.view.pairs import Pairs
-from mmrl.view.server import application
 from tests.fixtures.chromium import browser
 from tests.view.runs import HOSTILE, metrics, picture_run, text_run
 

@@ -12,14 +12,14 @@ from fastapi.testclient import TestClient
 from PIL import Image
 from typer.testing import CliRunner
 
+from mmrl.apps.view import command
+from mmrl.apps.view.folders import Runs, Tail
+from mmrl.apps.view.pairs import Pairs
+from mmrl.apps.view.server import application, is_safe_host
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
-from mmrl.data.answers import of_file
 from mmrl.monitoring.log import LogOptions, RunLog
-from mmrl.view import command
-from mmrl.view.folders import Runs, Tail
-from mmrl.view.pairs import Pairs
-from mmrl.view.server import application, is_safe_host
+from mmrl.zoo.stages.answers import of_file
 from rewards.heads.ratings import load_frames, read_ratings
 from tests.view.runs import HOSTILE, metrics, picture_run, text_run
 

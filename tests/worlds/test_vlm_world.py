@@ -261,9 +261,9 @@ SMALL = [
 @pytest.mark.parametrize("name", ["grounding", "counting"])
 def test_the_shipped_recipe_runs_and_its_report_shows_rollouts(name, folder, tmp_path):
     from mmrl.cli.commands import evaluate
+    from mmrl.core.paths import find_config
+    from mmrl.experiment.lifecycle import train
     from mmrl.monitoring.report.page import write_report
-    from mmrl.run.lifecycle import train
-    from mmrl.utils.paths import find_config
 
     run = train(find_config(f"digits/{name}"), [*SMALL, f"run={tmp_path / name}"])
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
@@ -337,7 +337,7 @@ def test_a_torn_gallery_is_noted_not_fatal(tmp_path):
 
 
 def test_mean_ap_of_a_set_is_coco_s():
-    from mmrl.run.set_metrics import mean_ap
+    from mmrl.experiment.set_metrics import mean_ap
 
     prompts = ask("box", 40, "test")
     right = [p["answer"] for p in prompts]

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from mmrl.core.registry import POLICIES, load_built_in, locate
-from mmrl.policies.image_tokens.models.var_vq import VARVQ
-from mmrl.policies.image_tokens.models.vq_parts import nearest
 from mmrl.worlds import painting, recipes, scales, vq, vq_names
 from mmrl.worlds.data import Digits
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import captions, is_held_out, singles
+from mmrl.zoo.models.image_tokens.var_vq import VARVQ
+from mmrl.zoo.models.image_tokens.vq_parts import nearest
 from samplers.noise import Rng
 from tests.fixtures.records import make_point
 

@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from mmrl.core.broken_rows import refuse
 from mmrl.core.errors import UserError
-from mmrl.core.pictures import MOST_PIXELS, raise_limit
+from mmrl.core.media.pictures import MOST_PIXELS, raise_limit
+from mmrl.core.media.scan import is_clip, scan
 from mmrl.core.types import Prompt
 from mmrl.data.ledger import Summary, report
 from mmrl.data.sources.media import folder_of, placed
 from mmrl.data.sources.reader import Expand, Part, Request
 from mmrl.data.sources.stored import stored
-from mmrl.utils.scan import is_clip, scan
 
 Broken = Literal["error", "skip"]
 SHOWN = frozenset(("images", "image", "video", "answer", "messages"))  # beside the text

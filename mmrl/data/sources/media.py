@@ -13,11 +13,11 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 from urllib.parse import unquote
 
-from mmrl.core.clips import NO_RATE, is_frames
-from mmrl.core.pictures import check_size, opened
+from mmrl.core.media.clips import NO_RATE, is_frames
+from mmrl.core.media.pictures import check_size, opened
+from mmrl.core.paths import cache_dir
 from mmrl.core.types import Prompt
 from mmrl.data.sources.folders import PICTURES, VIDEOS
-from mmrl.utils.paths import cache_dir
 
 SOUNDS = (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus")
 FILES = (*PICTURES, *VIDEOS, *SOUNDS)

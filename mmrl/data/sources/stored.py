@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, overload
 
+from mmrl.core.paths import cache_dir
 from mmrl.core.types import Prompt
-from mmrl.utils.paths import cache_dir
 
 FEW = 20_000  # rows that every process may hold: some 10 MiB of short ones
 SIMPLE = frozenset((str, int, float, bool, bytes, type(None)))

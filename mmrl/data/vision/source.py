@@ -12,7 +12,8 @@ from annotated_types import Ge, Le, Lt
 
 from mmrl.config.values import Location
 from mmrl.core.errors import UserError
-from mmrl.core.pictures import MOST_PIXELS
+from mmrl.core.media.pictures import MOST_PIXELS
+from mmrl.core.media.scan import is_clip
 from mmrl.core.placeholders import misfit
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
@@ -25,7 +26,6 @@ from mmrl.data.sources.text_files import Row
 from mmrl.data.vision import boxes, formats, points
 from mmrl.data.vision.inversion import inverted
 from mmrl.data.vision.layouts import marked, refuse_unshown, usual
-from mmrl.utils.scan import is_clip
 
 Format = Literal["auto", "plain", "llava", "sharegpt", "qwen", "coco", "refcoco"]
 Size = tuple[int, int]

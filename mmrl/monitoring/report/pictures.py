@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from mmrl.core.clips import open_clip
-from mmrl.core.movie import mp4_bytes
-from mmrl.utils.files import replace_file
+from mmrl.core.files import replace_file
+from mmrl.core.media.clips import open_clip
+from mmrl.core.media.movies import mp4_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from mmrl.core.distributed import all_sum
 from mmrl.core.metrics import observe
 from mmrl.core.types import Point, Renoised, Rollout, Transition
 from mmrl.objectives.decisions import TokenWeights, written_by_others
-from mmrl.objectives.forward_process.base import mean_square, noised, velocity
+from mmrl.objectives.forward_process import mean_square, noised, velocity
 from mmrl.objectives.policy_loss import PolicyLoss
 from mmrl.objectives.terms.base import Scored, Term, decisions_of
 from mmrl.objectives.timestep_samplers import uniform

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from mmrl.core import distributed
 from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
+from mmrl.core.machine import version
 from mmrl.policies.compiling import check_backend
-from mmrl.utils.machine import version
 
 Attention = Annotated[Literal["auto", "xformers", "sdpa", "flash"], FREE_AT_RESUME]
 # the names of diffusers' dispatcher

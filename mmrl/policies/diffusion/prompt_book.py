@@ -9,9 +9,9 @@ from weakref import WeakSet
 
 from cachetools import LRUCache
 
-from mmrl.core.clips import USUAL_RATE
+from mmrl.core.media.clips import USUAL_RATE
 from mmrl.core.types import Prompt
-from mmrl.policies.diffusion.replay_videos import frames_of
+from mmrl.policies.diffusion.prompt_videos import frames_of
 from mmrl.policies.vlm.media import shown_image
 
 PROMPTS = 1 << 14  # that a book remembers: more than an iteration has

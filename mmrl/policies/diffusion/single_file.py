@@ -12,10 +12,10 @@ from torch import nn
 
 from mmrl.core import pretrained, weight_files
 from mmrl.core.errors import UserError
+from mmrl.core.files import on_disk, whole_folder
 from mmrl.core.model_folders import networks_of
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.lora_files import Base
-from mmrl.utils.files import on_disk, whole_folder
 
 ADAPTER = re.compile(
     r"lora|dora|lokr|hada_|oft_|\.diff(_b|_m)?$|\.[wb]_norm$"

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.errors import UserError
-from mmrl.core.pictures import opened
+from mmrl.core.media.pictures import opened
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.media import Budgets, images_of, where
 

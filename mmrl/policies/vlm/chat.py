@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mmrl.core.clips import is_frames
 from mmrl.core.errors import UserError
+from mmrl.core.media.clips import is_frames
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.media import where
 

@@ -2,7 +2,7 @@
 not end a night.
 
 Every row's places are counted and its text searched for the model's own tokens; of files headers
-are read (``mmrl.utils.scan``). A row is encoded as in training only where it is the first of its
+are read (``mmrl.core.media.scan``). A row is encoded as in training only where it is the first of its
 kind: its roles and media, and any picture of unusual sides, which processors refuse.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmrl.core.errors import UserError
+from mmrl.core.media.scan import Finding, is_clip, scan
 from mmrl.core.placeholders import MARKS, NAMES, misfit
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.audio import audios_of
@@ -21,7 +22,6 @@ from mmrl.policies.vlm.budgets import TooLong
 from mmrl.policies.vlm.chat import messages_of, videos_of
 from mmrl.policies.vlm.engines.limits import EngineLimits
 from mmrl.policies.vlm.media import images_of, where
-from mmrl.utils.scan import Finding, is_clip, scan
 
 if TYPE_CHECKING:
     from mmrl.policies.vlm.processor import Inputs

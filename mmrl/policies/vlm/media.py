@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Gt
 
-from mmrl.core.clips import ClipError, Timeline, open_clip
 from mmrl.core.errors import UserError
-from mmrl.core.pictures import PictureError, rgb_picture
+from mmrl.core.media.clips import ClipError, Timeline, open_clip
+from mmrl.core.media.pictures import PictureError, rgb_picture
 from mmrl.core.types import Prompt
 from samplers.noise import Rng
 
@@ -80,7 +80,7 @@ def images_of(prompt: Prompt) -> list[Any]:
 
 
 def open_image(source: Any, prompt: Prompt, max_pixels: int | None = None) -> Any:
-    """Open an image as PIL in RGB, upright (``mmrl.core.pictures``), of which ``max_pixels`` are
+    """Open an image as PIL in RGB, upright (``mmrl.core.media.pictures``), of which ``max_pixels`` are
     used. Raises UserError naming the prompt."""
     try:
         return rgb_picture(source, max_pixels)
@@ -152,7 +152,7 @@ def video_at(video: Video, scale: float) -> Video:
 
 
 def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt) -> Video:
-    """Open a video file, or frames at ``fps`` (``mmrl.core.clips``), within the budget. Raises
+    """Open a video file, or frames at ``fps`` (``mmrl.core.media.clips``), within the budget. Raises
     UserError naming the prompt."""
     try:
         clip = open_clip(source, fps)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.pictures import full_size
+from mmrl.core.media.pictures import full_size
 from mmrl.core.thoughts import opened_by
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.audio import audios_of, open_audio, rate_of, with_audio_mask

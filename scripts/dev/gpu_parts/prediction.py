@@ -15,10 +15,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpu_parts.setting import Report, Setting, peak_of, trainer_of
+from mmrl.apps.dry_run.estimate import Estimate, estimate, measure
+from mmrl.core.cards import CARDS, Devices, card_of
 from mmrl.core.registry import load_built_in
-from mmrl.dry_run.estimate import Estimate, estimate, measure
 from mmrl.train.trainer import Trainer
-from mmrl.utils.cards import CARDS, Devices, card_of
 
 WORDS = 333  # tokens of a prompt of Stable Diffusion 3, as the dry run counts them
 STAND_IN = "H100"  # the card that is predicted where there is none of the table

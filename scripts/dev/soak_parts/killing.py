@@ -29,7 +29,7 @@ FAMILIES = ("ToyFlow", "ToyDiffusion", "ToyVideo", "ToyMasked", "ToyCausal")
 PATIENCE = 120.0  # seconds in which a run of a few iterations ends, or hangs
 IMPORTED = (
     "accelerate",
-    "mmrl.run.lifecycle",
+    "mmrl.experiment.lifecycle",
     "psutil",
     "tests.fixtures.toys",
     "torch._dynamo",
@@ -171,7 +171,7 @@ class Run:
 
     def _act(self, rank: int, before: Callable[[int], None]) -> None:
         from mmrl.core import distributed
-        from mmrl.run import lifecycle
+        from mmrl.experiment import lifecycle
 
         before(rank)
         if (self.folder / "config.yaml").exists():
@@ -194,8 +194,8 @@ class Run:
 def left_behind(folder: Path) -> dict[str, Any]:
     """Collect what two equal runs have in common: weights and state to the bit, metrics without
     times, rollouts, and what happened."""
-    from mmrl.run import checkpoint
-    from mmrl.run.rerun import timeless
+    from mmrl.experiment import checkpoint
+    from mmrl.experiment.rerun import timeless
 
     newest = checkpoint.latest(folder / "checkpoints")
     if newest is None:
@@ -330,7 +330,7 @@ def warm() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     # looking for installed plug-ins again would be half of a run's time
-    importlib.import_module("mmrl.run.build").load_built_in = lambda: None
+    importlib.import_module("mmrl.experiment.build").load_built_in = lambda: None
 
 
 def at_every_write(

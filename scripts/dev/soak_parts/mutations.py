@@ -112,7 +112,7 @@ class _Hang(BaseException):
 
 def _mutate(folder: Path, shipped: list[Path], rng: random.Random, end: float, log: Path) -> None:
     """Dry-run mutated configurations in this process and write down what came of each."""
-    from mmrl.dry_run.dryrun import dry_run
+    from mmrl.apps.dry_run.dryrun import dry_run
 
     def hang(*_: object) -> None:
         raise _Hang
@@ -140,8 +140,8 @@ def _mutate(folder: Path, shipped: list[Path], rng: random.Random, end: float, l
 
 def _tried(file: Path) -> dict[str, Any]:
     """Dry-run a file and say what came of it, and the seconds of a processor that it took."""
+    from mmrl.apps.dry_run.dryrun import dry_run
     from mmrl.core.errors import UserError
-    from mmrl.dry_run.dryrun import dry_run
 
     start = time.process_time()
     signal.setitimer(signal.ITIMER_REAL, HANG)

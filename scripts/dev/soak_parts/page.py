@@ -9,8 +9,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mmrl.utils.files import write_json
-from mmrl.utils.machine import machine
+from mmrl.core.files import write_json
+from mmrl.core.machine import machine
 
 HEAD = """# Trust: what was tried against it, and what came of it
 

@@ -21,19 +21,19 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion.models.flux import pack, unpack
 from mmrl.policies.diffusion.pipeline_folder import media_of, rounding
-from mmrl.policies.diffusion.replay_check import check_replay
-from mmrl.policies.diffusion.replay_draws import Draws
-from mmrl.policies.diffusion.replay_prompts import PromptArguments
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import passes
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.models.any_pipeline.replay_check import check_replay
+from mmrl.zoo.models.any_pipeline.replay_draws import Draws
+from mmrl.zoo.models.any_pipeline.replay_prompts import PromptArguments
+from mmrl.zoo.models.diffusion.flux import pack, unpack
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
 from tests.fixtures.replay_cases import CASES, UNGUARDED
-from tests.run.test_resume import resumes
 
 load_built_in()
 RED = Image.new("RGB", (16, 16), "red")

@@ -14,7 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import attention_backends
 from mmrl.policies.diffusion.attention_backends import AttentionChoice
-from mmrl.policies.diffusion.models.sd3 import SD3
+from mmrl.zoo.models.diffusion.sd3 import SD3
 from samplers.noise import Rng
 from tests.policies.diffusion.test_folder_families import PROMPTS, make, trainer_of
 

@@ -17,15 +17,15 @@ from mmrl.core.registry import POLICIES
 from mmrl.policies.diffusion import guardrails
 from mmrl.policies.diffusion.guardrails import Passing, Remembering
 from mmrl.policies.diffusion.pipeline_folder import rounding
-from mmrl.policies.diffusion.replay_check import check_replay
-from mmrl.policies.diffusion.replay_draws import Draws
+from mmrl.zoo.models.any_pipeline.replay_check import check_replay
+from mmrl.zoo.models.any_pipeline.replay_draws import Draws
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers, warm
 from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, RED, make, place_of, trainer_of
 from tests.policies.diffusion.test_replay_seams import gradient
-from tests.run.test_resume import resumes
 
 RNG = Rng.of("same")
 SMALLEST = 0.002  # sigma at which Cosmos 2 ends

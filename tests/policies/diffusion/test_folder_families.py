@@ -15,13 +15,13 @@ from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion.models.flux import pack
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.models.diffusion.flux import pack
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
-from tests.run.test_resume import resumes
 
 load_built_in()
 

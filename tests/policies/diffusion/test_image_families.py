@@ -13,15 +13,15 @@ import torch
 from PIL import Image
 
 from mmrl.core.errors import UserError
+from mmrl.core.paths import find_config
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.policies.diffusion.models.flux import pack
-from mmrl.run.build import Session, read
-from mmrl.utils.paths import find_config
+from mmrl.experiment.build import Session, read
+from mmrl.zoo.models.diffusion.flux import pack
 from rewards.card import card
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
 from tests.policies.diffusion.test_folder_families import PROMPTS, trainer_of
-from tests.run.test_resume import resumes
 
 load_built_in()
 

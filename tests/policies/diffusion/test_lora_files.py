@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmrl.core.errors import UserError
+from mmrl.experiment import build, convert
+from mmrl.experiment.build import begin_with_lora
 from mmrl.policies.diffusion import lora_files, lora_merging
 from mmrl.policies.diffusion.lora_files import Base, Pair
 from mmrl.policies.diffusion.lora_names import FAMILIES
 from mmrl.policies.lora import Lora, merged
-from mmrl.run import build, convert
-from mmrl.run.build import begin_with_lora
 from tests.fixtures import command, tiny_diffusers
 from tests.policies.diffusion import test_folder_families as folders
 from tests.policies.diffusion import test_image_families as images

@@ -14,16 +14,16 @@ from torch.distributions import Normal
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion.replay_check import check_replay
-from mmrl.policies.diffusion.replay_draws import Draws
-from mmrl.policies.diffusion.replay_states import States
-from mmrl.policies.diffusion.replay_times import odds_ratio, shifted
+from mmrl.zoo.models.any_pipeline.replay_check import check_replay
+from mmrl.zoo.models.any_pipeline.replay_draws import Draws
+from mmrl.zoo.models.any_pipeline.replay_states import States
+from mmrl.zoo.models.any_pipeline.replay_times import odds_ratio, shifted
 from samplers.kernels import flow_sde
 from samplers.solvers import ddim as ddim_solver
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_modular
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, trainer_of
 from tests.policies.diffusion.test_sound import RNG, evaluated, sampled
-from tests.run.test_resume import resumes
 
 load_built_in()
 SIZE = {"height": 8, "width": 8, "num_frames": 124}  # the shortest that it makes

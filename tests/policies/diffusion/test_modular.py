@@ -13,8 +13,8 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion.replay_draws import Draws
 from mmrl.train.minibatches import passes
+from mmrl.zoo.models.any_pipeline.replay_draws import Draws
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers, tiny_modular
 from tests.fixtures.replay_cases import CASES

@@ -18,9 +18,10 @@ from torch.nn.attention import flex_attention
 from mmrl.core.errors import UserError
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion import self_stepping
-from mmrl.policies.diffusion.replay_draws import DECODING, Draws
 from mmrl.train.minibatches import passes
+from mmrl.zoo.models.any_pipeline.replay_draws import DECODING, Draws
 from samplers.kernels import flow_sde
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_modular
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, make, trainer_of
 from tests.policies.diffusion.test_sound import (
@@ -34,7 +35,6 @@ from tests.policies.diffusion.test_sound import (
     parts,
     sampled,
 )
-from tests.run.test_resume import resumes
 
 LATE = (3, 9, 32, 32)  # of a row, what the decoder of LTX-2.5 draws
 

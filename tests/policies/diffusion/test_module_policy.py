@@ -7,11 +7,11 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.run import checkpoint, state
+from mmrl.experiment import checkpoint, state
 from samplers.noise import Rng
+from tests.experiment.test_resume import same
 from tests.fixtures import tiny_diffusers, tiny_module
 from tests.policies.diffusion.test_folder_families import trainer_of
-from tests.run.test_resume import same
 
 load_built_in()
 

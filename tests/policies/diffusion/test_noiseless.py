@@ -13,8 +13,8 @@ import yaml
 from mmrl.config.unfit import NOISELESS
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
-from mmrl.objectives import DPO
 from mmrl.policies.base import RolloutContext
+from mmrl.zoo.objectives import DPO
 from samplers.kernels import flow_ddim
 from samplers.noise import Rng
 from samplers.windows import random_window, window

@@ -7,10 +7,10 @@ import pytest
 import yaml
 from PIL import Image
 
-from mmrl.run.build import Session, read
-from mmrl.run.lifecycle import train
+from mmrl.experiment.build import Session, read
+from mmrl.experiment.lifecycle import train
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
-from tests.run.test_resume import resumes
 
 LEARNT = {
     "sft": {

@@ -10,15 +10,16 @@ from torch.distributions import Normal
 from mmrl.config.options import EvaluateOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
+from mmrl.experiment.evaluation import evaluate
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion import replay_consistency
 from mmrl.policies.diffusion.flow_plan import planned
 from mmrl.policies.diffusion.pipeline_folder import media_of
-from mmrl.policies.diffusion.replay_scheduler import one_step_form
-from mmrl.run.evaluation import evaluate
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import passes
+from mmrl.zoo.models.any_pipeline import replay_consistency
+from mmrl.zoo.models.any_pipeline.replay_scheduler import one_step_form
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
 from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_any_pipeline import (
@@ -29,7 +30,6 @@ from tests.policies.diffusion.test_any_pipeline import (
     plain_pictures,
     trainer_of,
 )
-from tests.run.test_resume import resumes
 
 load_built_in()
 

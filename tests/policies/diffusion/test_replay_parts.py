@@ -16,16 +16,16 @@ from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import load_built_in
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion.replay_states import States
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.models.any_pipeline.replay_states import States
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, make, place_of, trainer_of
 from tests.policies.diffusion.test_replay_seams import checkpointed_as_whole
-from tests.run.test_resume import resumes
 
 load_built_in()
 RNG = Rng.of("same")

@@ -10,13 +10,13 @@ import torch
 
 from mmrl.config.options import EvaluateOptions
 from mmrl.core.errors import UserError
+from mmrl.core.paths import find_config
 from mmrl.core.registry import load_built_in
-from mmrl.objectives.distillation import Distill, Teacher
-from mmrl.policies.diffusion.models.flux import pack
+from mmrl.experiment.build import Session, read
+from mmrl.experiment.evaluation import evaluate
 from mmrl.policies.quantization import QuantizedLinear
-from mmrl.run.build import Session, read
-from mmrl.run.evaluation import evaluate
-from mmrl.utils.paths import find_config
+from mmrl.zoo.models.diffusion.flux import pack
+from mmrl.zoo.objectives.distillation import Distill, Teacher
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
 from tests.fixtures.replay_cases import CASES

@@ -9,14 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.apps.dry_run import page
+from mmrl.apps.dry_run.dryrun import dry_run
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.data.by_size import BySize
 from mmrl.data.ledger import Summary
-from mmrl.dry_run import page
-from mmrl.dry_run.dryrun import dry_run
+from mmrl.experiment import build, evaluation
 from mmrl.policies.diffusion import prompt_lengths
-from mmrl.run import build, evaluation
 from samplers.noise import Rng
 from tests.fixtures import command, tiny_diffusers
 from tests.policies.diffusion import test_folder_families as folders

@@ -17,18 +17,18 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import locate
+from mmrl.experiment import build, evaluation
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion.models.sd3 import SD3
 from mmrl.policies.lora import Lora
-from mmrl.run import build, evaluation
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import Points, passes
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.models.diffusion.sd3 import SD3
 from samplers.kernels import dance_sde, flow_sde
 from samplers.noise import Rng
 from samplers.windows import all_but_last
-from tests.run.test_resume import resumes
+from tests.experiment.test_resume import resumes
 
 PROMPTS = [{"text": text} for text in ("a red seven", "a blue two", "a green zero")]
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from mmrl.cli.converting import converted
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.experiment.build import begin_with_lora
 from mmrl.policies.diffusion import single_file
-from mmrl.run.build import begin_with_lora
 from tests.fixtures import command, tiny_diffusers
 
 load_built_in()

@@ -14,20 +14,20 @@ from torch.distributions import Normal
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.sound import SoundVideos, sound_of
+from mmrl.core.media.sound import SoundVideos, sound_of
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.diffusion.replay_check import check_replay
-from mmrl.policies.diffusion.replay_draws import Draws
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.models.any_pipeline.replay_check import check_replay
+from mmrl.zoo.models.any_pipeline.replay_draws import Draws
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
 from tests.fixtures.replay_cases import PROMPT_GUIDED
 from tests.fixtures.replay_cases import SOUND as SIZE
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, make, place_of, trainer_of
-from tests.run.test_resume import resumes
 
 RNG = Rng.of("same")
 TEXTS = [prompt["text"] for prompt in PROMPTS]

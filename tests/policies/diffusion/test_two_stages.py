@@ -13,9 +13,9 @@ from mmrl.core.errors import UserError
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.diffusion.two_stages import generator_of
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, make, place_of, trainer_of
-from tests.run.test_resume import resumes
 
 RNG = Rng.of("same")
 TEXTS = [prompt["text"] for prompt in PROMPTS]

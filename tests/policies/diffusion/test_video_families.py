@@ -17,13 +17,13 @@ from PIL import Image
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.run.build import Session, read
-from mmrl.run.lifecycle import train
+from mmrl.experiment.build import Session, read
+from mmrl.experiment.lifecycle import train
 from samplers import windows
 from samplers.noise import Rng
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
 from tests.policies.diffusion.test_folder_families import PROMPTS, trainer_of
-from tests.run.test_resume import resumes
 
 load_built_in()
 

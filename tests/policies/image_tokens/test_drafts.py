@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from mmrl.policies.base import NO_CONTEXT, Drafts
-from mmrl.policies.image_tokens.models.emu3 import Emu3
-from mmrl.policies.image_tokens.models.glm_image import GlmImage
-from mmrl.policies.image_tokens.models.janus import Janus
-from mmrl.policies.image_tokens.models.llamagen import LlamaGen
-from mmrl.policies.image_tokens.models.var import VAR
 from mmrl.policies.image_tokens.network import spans
+from mmrl.zoo.models.image_tokens.emu3 import Emu3
+from mmrl.zoo.models.image_tokens.glm_image import GlmImage
+from mmrl.zoo.models.image_tokens.janus import Janus
+from mmrl.zoo.models.image_tokens.llamagen import LlamaGen
+from mmrl.zoo.models.image_tokens.var import VAR
 from samplers.noise import Rng
 from samplers.warp import Anneal
 from tests.fixtures import image_tokens, toys

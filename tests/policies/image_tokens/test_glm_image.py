@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
-from mmrl.policies.image_tokens.models.glm_image import GlmImage
+from mmrl.zoo.models.image_tokens.glm_image import GlmImage
 from samplers.noise import Rng
 from samplers.warp import Warp
 from tests.fixtures.image_tokens import (

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from mmrl.core.errors import UserError
 from mmrl.core.registry import SURROGATES
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.zoo.models.image_tokens.janus import Janus
 from samplers.noise import Rng
 from samplers.warp import Warp
 from tests.fixtures.image_tokens import (

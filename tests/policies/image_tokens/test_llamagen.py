@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
-from mmrl.policies.image_tokens.models.llamagen import _T5, LlamaGen
-from mmrl.policies.image_tokens.models.llamagen_gpt import LlamaGenGPT, Shape, rotations
-from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
+from mmrl.zoo.models.image_tokens.llamagen import _T5, LlamaGen
+from mmrl.zoo.models.image_tokens.llamagen_gpt import LlamaGenGPT, Shape, rotations
+from mmrl.zoo.models.image_tokens.llamagen_vq import LlamaGenVQ
 from samplers.noise import Rng
 from tests.fixtures import image_tokens, published_vq
 from tests.fixtures.image_tokens import (
@@ -101,7 +101,7 @@ def published(dim, layers, text=False, vocab=16384):
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("text", [False, True])
 def test_published_transformers_load_strictly_at_full_size(name, text):
-    from mmrl.policies.image_tokens.models.llamagen import shape_of
+    from mmrl.zoo.models.image_tokens.llamagen import shape_of
 
     dim, layers, heads, millions = SIZES[name]
     state = {
@@ -172,7 +172,7 @@ def test_rotations_are_two_dimensional_and_the_condition_has_none():
 
 
 def test_attention_scores_depend_on_the_distance_in_rows_and_columns():
-    from mmrl.policies.image_tokens.models.llamagen_gpt import rotated
+    from mmrl.zoo.models.image_tokens.llamagen_gpt import rotated
 
     q, k = (
         Rng.of("qk", i).normal(torch.zeros(1), (1, 1, 8), dtype=torch.float64).expand(1, 1, 9, 8)
@@ -281,7 +281,7 @@ def test_the_tokenizer_reads_back_its_own_codes(make):
     exact."""
     vq = make(double=False).vq
     z = vq.quantize.codebook()[IDS[3]] * 1.7
-    from mmrl.policies.image_tokens.models.vq_parts import nearest
+    from mmrl.zoo.models.image_tokens.vq_parts import nearest
 
     assert torch.equal(
         nearest(torch.nn.functional.normalize(z, dim=-1), vq.quantize.codebook()), IDS[3]

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mmrl.policies.image_tokens.models.llamagen import LlamaGen
-from mmrl.policies.image_tokens.models.var import VAR
-from mmrl.policies.image_tokens.models.var_net import Shape, VARNet
-from mmrl.policies.image_tokens.models.var_vq import Quantizer
+from mmrl.zoo.models.image_tokens.llamagen import LlamaGen
+from mmrl.zoo.models.image_tokens.var import VAR
+from mmrl.zoo.models.image_tokens.var_net import Shape, VARNet
+from mmrl.zoo.models.image_tokens.var_vq import Quantizer
 from samplers.noise import Rng
 from tests.fixtures.image_tokens import at, every, tiny_llamagen, tiny_var
 

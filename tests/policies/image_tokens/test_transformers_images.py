@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
-from mmrl.policies.image_tokens.models.emu3 import Emu3
+from mmrl.zoo.models.image_tokens.emu3 import Emu3
 from samplers.noise import Rng
 from samplers.warp import Warp
 from tests.fixtures.image_tokens import (

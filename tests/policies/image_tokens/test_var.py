@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from mmrl import advantages
 from mmrl.core.errors import UserError
-from mmrl.policies.image_tokens.models.var import VAR, shape_of
-from mmrl.policies.image_tokens.models.var_net import Shape, VARNet
-from mmrl.policies.image_tokens.models.var_vq import VARVQ, Quantizer, shared
 from mmrl.train.minibatches import loss_weights
+from mmrl.zoo.models.image_tokens.var import VAR, shape_of
+from mmrl.zoo.models.image_tokens.var_net import Shape, VARNet
+from mmrl.zoo.models.image_tokens.var_vq import VARVQ, Quantizer, shared
 from samplers.noise import Rng
 from tests.fixtures import published_vq
 from tests.fixtures.image_tokens import (

@@ -8,10 +8,10 @@ from torch import nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS
-from mmrl.objectives import Masked
 from mmrl.policies.lora import Lora, add_lora
 from mmrl.policies.masked import policy as masked
-from mmrl.policies.masked.masked_lm import MaskedLM
+from mmrl.zoo.models.masked.masked_lm import MaskedLM
+from mmrl.zoo.objectives import Masked
 from samplers.noise import Rng
 from tests.fixtures.tiny_block_lm import BLOCK, folder
 

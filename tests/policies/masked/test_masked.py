@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
-from mmrl.objectives import Masked
-from mmrl.policies.masked.amused import Amused
 from mmrl.policies.masked.policy import Hidden, MaskedDiffusion, alike
-from mmrl.policies.masked.uvit import asking, quicken
+from mmrl.zoo.models.masked.amused import Amused
+from mmrl.zoo.models.masked.uvit import asking, quicken
+from mmrl.zoo.objectives import Masked
 from samplers import unmask
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers, toys
@@ -148,7 +148,7 @@ def test_sizes_and_temperatures_that_cannot_be(tmp_path):
     with pytest.raises(UserError, match="choice must be above 0"):
         Amused(path, sampler="maskgit", choice=(0.0, 0.0))
     with pytest.raises(UserError, match="holds a AmusedPipeline, expected"):
-        from mmrl.policies.diffusion.models.sd3 import SD3
+        from mmrl.zoo.models.diffusion.sd3 import SD3
 
         SD3(path)
     assert Amused(path, size=[4, 12]).grid == (2, 6)

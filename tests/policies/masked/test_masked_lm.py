@@ -5,9 +5,9 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS
-from mmrl.objectives import Masked
-from mmrl.policies.masked.masked_image_lm import MaskedImageLM
-from mmrl.policies.masked.masked_lm import MaskedLM
+from mmrl.zoo.models.masked.masked_image_lm import MaskedImageLM
+from mmrl.zoo.models.masked.masked_lm import MaskedLM
+from mmrl.zoo.objectives import Masked
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
 from tests.fixtures.tiny_masked_lm import folder

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmrl.core.errors import UserError
-from mmrl.policies.masked.masked_lm import MaskedLM
-from mmrl.policies.masked.published import load_tokenizer
+from mmrl.zoo.models.masked.masked_lm import MaskedLM
+from mmrl.zoo.models.masked.published import load_tokenizer
 from samplers.noise import Rng
 from tests.fixtures import tiny_dlms
 

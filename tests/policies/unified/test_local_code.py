@@ -21,13 +21,13 @@ from mmrl.objectives.kl import KL
 from mmrl.objectives.surrogates import gspo
 from mmrl.policies import base
 from mmrl.policies.contracts import Demonstrates
-from mmrl.policies.masked.masked_lm import MaskedLM
-from mmrl.policies.unified import local_flow, tasks
-from mmrl.policies.unified.local_flow import UnifiedFlow
-from mmrl.rollout.past import packed, remembered, unpacked
 from mmrl.rollout.stages import Drawn
 from mmrl.train.minibatches import passes
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.models.masked.masked_lm import MaskedLM
+from mmrl.zoo.models.unified import local_flow, tasks
+from mmrl.zoo.models.unified.local_flow import UnifiedFlow
+from mmrl.zoo.stages.past import packed, remembered, unpacked
 from samplers.noise import Rng
 from tests.fixtures import local_code
 from tests.fixtures.command import mmrl, refused

@@ -9,19 +9,20 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl.advantages import dr_grpo, flow_grpo, grpo, pairs, tree_mean
+from mmrl.advantages import dr_grpo, flow_grpo, grpo
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
 from mmrl.data.vision import Paired
-from mmrl.objectives import Unified
-from mmrl.objectives.unified import Steered, SteeredEntropy
-from mmrl.policies.image_tokens.models.janus import Janus
-from mmrl.policies.unified.policy import JanusUnified
-from mmrl.policies.unified.prompts import Answer, Plan
 from mmrl.policies.vlm.policy import VLM
 from mmrl.train.minibatches import loss_weights
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.advantages import pairs, tree_mean
+from mmrl.zoo.models.image_tokens.janus import Janus
+from mmrl.zoo.models.unified.policy import JanusUnified
+from mmrl.zoo.models.unified.prompts import Answer, Plan
+from mmrl.zoo.objectives import Unified
+from mmrl.zoo.objectives.unified import Steered, SteeredEntropy
 from rewards import ByTask
 from samplers.noise import Rng
 from samplers.warp import Warp

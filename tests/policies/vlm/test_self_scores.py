@@ -8,9 +8,10 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Completion, Rewards
-from mmrl.objectives import LaSeR, PolicyGradient
-from mmrl.objectives import laser as laser_module
+from mmrl.objectives import PolicyGradient
 from mmrl.train.minibatches import passes
+from mmrl.zoo.objectives import LaSeR
+from mmrl.zoo.objectives import laser as laser_module
 from rewards import last_token, self_aligned
 from rewards.servers.wire_prompts import marked_texts, marks_of
 from samplers.noise import Rng

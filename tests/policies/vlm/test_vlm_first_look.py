@@ -12,11 +12,11 @@ from mmrl.cli.commands import show_data
 from mmrl.core.broken_rows import SHOWN, BrokenRows
 from mmrl.core.errors import UserError
 from mmrl.data.ledger import Summary
+from mmrl.experiment.build import Session, admitted, read
 from mmrl.policies.vlm import first_look
 from mmrl.policies.vlm.engines.limits import EngineLimits, of_model
 from mmrl.policies.vlm.first_look import misfits
 from mmrl.policies.vlm.media import Budgets
-from mmrl.run.build import Session, admitted, read
 from tests.fixtures import tiny_vlms
 from tests.fixtures.films import film
 from tests.policies.vlm.test_vlm_inputs import inputs

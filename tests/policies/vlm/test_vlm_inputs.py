@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.core.clips import Timeline
+from mmrl.core.media.clips import Timeline
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.families import FAMILIES, family_of, part_of
 from mmrl.policies.vlm.media import Budgets, open_video, sampled

@@ -13,14 +13,14 @@ from mmrl import advantages
 from mmrl.config import build_dataclass
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
+from mmrl.experiment import checkpoint, state
+from mmrl.experiment.build import admitted
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.base import ParameterGroup
 from mmrl.policies.vlm.families import PARTS, part_of
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.parts import Part, Parts, groups_of, set_trainable, summary
 from mmrl.policies.vlm.policy import VLM
-from mmrl.run import checkpoint, state
-from mmrl.run.build import admitted
 from mmrl.scoring import Scorer
 from mmrl.train.device import _built
 from mmrl.train.optimizers import adamw

@@ -8,18 +8,18 @@ from string import ascii_letters
 import pytest
 import torch
 
-from mmrl.advantages import tree_grpo, tree_mean
-from mmrl.advantages.branch import Branch
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
+from mmrl.experiment.build import read
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.policies.vlm.trees import TextTree
 from mmrl.rollout.stages import Drawn
-from mmrl.run.build import read
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.advantages import tree_grpo, tree_mean
+from mmrl.zoo.advantages.branch import Branch
 from samplers.noise import Rng
 from tests.core.test_imports import ROOT
 from tests.fixtures import tiny_vlms

@@ -1,0 +1,422 @@
+"""Turns what a rehearsal measured into an iteration on named cards: memory, bytes that travel,
+seconds, and the share of the cards' arithmetic that is used (MFU)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import mmrl.config as configs
+from mmrl.apps.dry_run import rehearsal
+from mmrl.apps.dry_run.costs import BYTES
+from mmrl.apps.dry_run.dryrun import Report, dry_run, learners, optimizer_bytes
+from mmrl.apps.dry_run.rehearsal import Rehearsed, decoding, rehearse
+from mmrl.apps.dry_run.stand_in import folder_at, stand_in
+from mmrl.config.schema import Resolved, construct, resolve
+from mmrl.core.cards import MEMORY_SHARE, Devices
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES
+from mmrl.experiment.build import read
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.image_tokens.network import ImageNet
+from mmrl.zoo.models.any_pipeline.any_pipeline import AnyPipeline
+
+USABLE = 0.92  # of a card's memory: the driver, NCCL and fragments have the rest
+PARTS = ("parameters", "gradients", "optimizer", "snapshots")  # what sharding shares out
+
+
+@dataclass(frozen=True)
+class Run:
+    """Holds a configuration's report and what was measured of it at one width of passes."""
+
+    report: Report
+    measured: Rehearsed
+    optimizer_bytes: float  # of a trained number
+    checkpointing: bool
+    answer_tokens: int  # that are written one after another; 0: none
+    passes_to_sample: int  # forwards of a row in sampling, unless it writes token after token
+    adamw: str | None = None  # options of the optimizer as YAML, where it is AdamW
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Holds an iteration on one of ``devices``; bytes and seconds of one device."""
+
+    devices: Devices
+    sharded: bool
+    memory: dict[str, float]  # in an update
+    moments: dict[str, float]  # bytes of an update, of decoding samples, of encoding prompts
+    gathered: float  # bytes of weights that arrive
+    reduced: float  # bytes of gradients that are sent
+    flops: float  # of all devices, without what checkpointing computes again
+    seconds: dict[str, float]  # rollout, update, communication that nothing hides
+    samples_per_second: float
+
+    @property
+    def whole(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def peak(self) -> float:
+        return max(self.moments.values())
+
+    @property
+    def fullest(self) -> str:
+        """Name the moment with the most bytes."""
+        return max(self.moments, key=lambda name: self.moments[name])
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / (self.whole * self.devices.count * self.devices.card.half)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= USABLE * self.devices.card.memory
+
+
+def measure(path: Any, overrides: Any, processes: int, known: Known | None = None) -> Run:
+    """Rehearse a configuration: its report, and one pass at true size. UserError where the
+    architecture is unknown.
+
+    known: passes that were measured before, by what decides them; this one is added.
+    """
+    report = dry_run(path, overrides, processes)
+    configuration = read(path, overrides, processes)
+    problems: list[str] = []
+    resolved = resolve(
+        configuration["policy"], POLICIES, configuration.place(("policy",)), problems
+    )
+    configs.raise_all(problems)
+    _, resolved = stand_in(resolved)
+    options = construct(resolved.options)
+    known = {} if known is None else known
+    key = _decides(report, options)
+    if key not in known and report.stage is not None and report.rehearsed is not None:
+        known[key] = (replace(report.rehearsed, decoding=decoding(report.stage)), 0, True)
+    if key not in known:
+        stage = _stage(report, resolved, options)
+        length, at_once = (0, True) if report.shape else _written(stage.net, options)
+        known[key] = (rehearse(stage), length, at_once)
+    measured, length, at_once = known[key]
+    masked = not report.shape and "steps" in options and not at_once
+    return Run(
+        report,
+        measured,
+        optimizer_bytes(configuration, report),
+        report.train.gradient_checkpointing,
+        0 if at_once or masked else length,
+        int(options["steps"]) if masked else 1,
+        _adamw(configuration),
+    )
+
+
+def _adamw(configuration: configs.Config) -> str | None:
+    """Return the options of AdamW as YAML of one line; None where another optimizer is chosen."""
+    chosen = configuration["optimizer"]
+    if chosen == "adamw":
+        return "{}"
+    if not isinstance(chosen, dict) or "adamw" not in chosen:
+        return None
+    return json.dumps(chosen["adamw"] or {}).replace('"', "")
+
+
+Known = dict[str, tuple[Rehearsed, int, bool]]
+
+# what says how samples are drawn, and leaves a pass of the network as it is
+SAMPLING = frozenset(
+    (
+        *("steps", "noise_level", "sde_type", "noise_window", "timestep_schedule", "sampler"),
+        *("solver", "same_initial_noise", "embedded_guidance", "tree", "temperature", "compile"),
+        *("evaluation_steps", "flash_step_ratio", "record_divergence", "offload_trajectory"),
+    )
+)
+
+
+def _decides(report: Report, options: dict[str, Any]) -> str:
+    """Return what decides a pass: two runs of the same are measured alike."""
+    train = report.train
+    rows = report.plan.micro_batch
+    chosen = {name: value for name, value in options.items() if name not in SAMPLING}
+    if "guidance_scale" in chosen:
+        chosen["guidance_scale"] = chosen["guidance_scale"] != 1
+    prompts = -(-rows // train.group_size)
+    passes = (train.precision, train.gradient_checkpointing, rows, prompts)
+    return repr((report.policy, report.path, sorted(chosen.items()), passes))
+
+
+def _written(net: Any, options: dict[str, Any]) -> tuple[int, bool]:
+    """Return (tokens of a sample, whether a network of image tokens writes many of them at
+    once)."""
+    tokens = rehearsal.answer_tokens(net, options)
+    return tokens, isinstance(net, ImageNet) and len(net.turns) < tokens
+
+
+def _stage(report: Report, resolved: Resolved, options: dict[str, Any]) -> rehearsal.Stage:
+    train = report.train
+    rows = report.plan.micro_batch
+    entry = resolved.entry
+    if isinstance(entry, type) and issubclass(entry, FolderPolicy):
+        place = folder_at(report.path)
+        if place is not None:
+            return rehearsal.flow(entry, place, options, train, rows)
+    else:
+        stage = rehearsal.tokens(report.path, entry, options, train, rows, train.group_size)
+        if stage is not None:
+            return stage
+    # a pipeline's code that cannot do without numbers
+    if entry is AnyPipeline and folder_at(report.path) is not None and report.unknown:
+        raise UserError(f"--devices: unknown are {report.unknown[-1]}; leave --devices out")
+    raise UserError(
+        f"--devices: the architecture of {report.path or report.policy} is not known here; "
+        "give policy.path a local folder with its config files, or leave --devices out"
+    )
+
+
+def estimate(run: Run, devices: Devices, sharded: bool) -> Estimate:
+    """Estimate an iteration of a run on these devices, as copies (DDP) or in shards (FSDP2)."""
+    memory = _memory(run, devices, sharded)
+    counts = _passes(run, devices.count)
+    card = devices.card
+    work = run.measured
+    rollout = counts["sampling"] * _sampling_seconds(run, devices)
+    if work.decoding is not None:
+        rollout += run.report.plan.rows_per_process * work.decoding.seconds(card)
+    looks = 0.0
+    if work.looking is not None:  # at the pictures of every prompt once
+        looks = run.report.plan.prompts_per_process / work.prompts
+        rollout += looks * work.looking.seconds(card)
+    frozen = counts["frozen"] * work.sampling.seconds(card)
+    update = counts["trained"] * work.update.seconds(card) + frozen
+    gathered, reduced = _travel(run, devices.count, sharded, counts)
+    travel = (gathered + reduced) / devices.link
+    # of shards the next layer's weights arrive while this one computes; copies reduce at the end
+    waits = max(0.0, travel - update - rollout) if sharded else travel
+    seconds = {"rollout": rollout, "update": update, "communication": waits}
+    extra = work.sampling.flops if run.checkpointing else 0.0
+    flops = devices.count * (
+        (counts["sampling"] * run.passes_to_sample + counts["frozen"]) * work.sampling.flops
+        + counts["trained"] * (work.update.flops - extra)
+        + (looks * work.looking.flops if work.looking is not None else 0.0)
+    )
+    return Estimate(
+        devices,
+        sharded,
+        memory,
+        _moments(run, memory),
+        gathered,
+        reduced,
+        flops,
+        seconds,
+        run.report.plan.rows / sum(seconds.values()),
+    )
+
+
+def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
+    """Lay out a device's bytes at the fullest moment of an update."""
+    work = run.measured
+    peak = work.update.memory
+    each, empty = work.conditions
+    snapshots = len(run.report.counted.snapshots) if run.report.counted else 0
+    memory = {
+        "parameters": float(work.bytes_parameters),
+        "gradients": float(work.bytes_trained),
+        "optimizer": run.optimizer_bytes * work.trained,
+        "snapshots": float(snapshots * work.bytes_trained),
+        "activations": float(peak["activations"] + peak["buffers"]),
+        "temporary": float(peak["temporary"] + peak["other"]),
+        "rollout": 0.0 if run.report.offload else float(run.report.stored or 0),
+        "conditions": float(run.report.plan.prompts_per_process * each + empty),
+        "autoencoder": float(work.bytes_decoder),
+    }
+    if sharded:
+        for name in PARTS:
+            memory[name] /= devices.count
+        # this layer and the next on its way, beside what is around them; a network that is gathered
+        # whole stays in the buffer in which it came, since nothing comes after it
+        layers = 2.0 * (work.largest_unit or work.around_units)
+        memory["gathered layers"] = layers + (work.around_units if work.largest_unit else 0)
+    return memory
+
+
+def _moments(run: Run, memory: dict[str, float]) -> dict[str, float]:
+    """Return a device's bytes in an update, while a sample is decoded and while prompts are
+    encoded, which never happens at once."""
+    model = run.report.model
+    resident = ("parameters", "optimizer", "snapshots", "autoencoder", "rollout", "conditions")
+    rest = sum(memory[name] for name in resident)
+    moments = {"update": sum(memory.values())}
+    decoding = run.measured.decoding
+    if decoding is not None:
+        passing = ("activations", "temporary", "other", "buffers")
+        moments["decoding"] = rest + sum(decoding.memory[name] for name in passing)
+    encoders = 0.0
+    if model is not None and model.encoders and model.placement != "cpu":
+        encoders = float(model.encoders * BYTES[model.dtype])
+        moments["encoding prompts"] = rest - memory["rollout"] - memory["conditions"] + encoders
+    if model is not None and model.placement == "keep":
+        moments = {
+            name: size + (0.0 if name == "encoding prompts" else encoders)
+            for name, size in moments.items()
+        }
+    return moments
+
+
+def _passes(run: Run, processes: int) -> dict[str, float]:
+    """Count a device's passes of an iteration: of sampling, with gradients, and with frozen
+    weights beside these."""
+    report = run.report
+    counted = report.counted
+    rows = processes * run.measured.rows
+    guided = report.network_rows
+    if counted is None:
+        return {"sampling": 0.0, "trained": 0.0, "frozen": 0.0}
+    if not report.shape:
+        epochs = report.train.epochs
+        references = len([name for name in counted.snapshots if name == "reference"])
+        trained = report.plan.rows * epochs / rows
+        return {
+            "sampling": counted.sampling / rows,
+            "trained": trained,
+            "frozen": references * trained,
+        }
+    trained = counted.decisions * report.train.epochs / rows
+    if report.critic_steps:  # a state of each row's path, and as many of each of its steps
+        states = report.plan.rows * report.train.epochs * (1 + report.critic_steps) / rows
+        trained = states + (trained if report.critic_beside else 0.0)
+    every = (counted.training or counted.sampling) / guided / rows
+    if every < trained or not trained:  # denoising losses look at re-noised samples
+        trained = every / (1 + len(counted.snapshots))
+    return {
+        "sampling": counted.sampling / guided / rows,
+        "trained": trained,
+        "frozen": max(0.0, every - trained),
+    }
+
+
+def _sampling_seconds(run: Run, devices: Devices) -> float:
+    """Estimate a pass of sampling. A token at a time reads all weights for each."""
+    card = devices.card
+    work = run.measured
+    once = work.sampling.seconds(card)
+    read = work.bytes_parameters / (card.bandwidth * MEMORY_SHARE)
+    return run.passes_to_sample * once + run.answer_tokens * read
+
+
+def _travel(
+    run: Run, processes: int, sharded: bool, counts: dict[str, float]
+) -> tuple[float, float]:
+    """Count the bytes of weights that reach a device, and of gradients that leave it, in an
+    iteration."""
+    share = (processes - 1) / processes
+    work = run.measured
+    steps = run.report.plan.steps * run.report.train.epochs * (1 + run.report.critic_steps)
+    if not sharded:  # a ring sends every gradient twice: to be summed, and summed
+        return 0.0, 2 * share * work.bytes_trained * steps
+    sampled = counts["sampling"] * max(run.passes_to_sample, run.answer_tokens, 1)
+    gathers = sampled + counts["frozen"] + 2 * counts["trained"]
+    spared = counts["trained"] * work.around_units  # from the way there to the way back
+    return (
+        share * (work.bytes_parameters * gathers - spared),
+        share * work.bytes_trained * counts["trained"],
+    )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Holds a proposal: overrides to paste, how to start it, and what it would take."""
+
+    overrides: tuple[str, ...]
+    estimate: Estimate
+
+
+def fit(path: Any, overrides: Any, devices: Devices) -> Iterator[Fit]:
+    """Propose what fits, the fastest of each kind first: copies before shards, all activations
+    before checkpointing, wide passes before narrow ones; with less on the device where that lets a
+    pass be wider."""
+    for checkpointing in (False, True):
+        chosen = [f"train.gradient_checkpointing={str(checkpointing).lower()}"]
+        narrow = measure(path, [*overrides, *chosen, "train.micro_batch_size=1"], devices.count)
+        pair = measure(path, [*overrides, *chosen, "train.micro_batch_size=2"], devices.count)
+        for sharded in (False, True) if devices.count > 1 else (False,):
+            widest = 0
+            for words, lighten in _reliefs(narrow):
+                for rows in _widths(narrow):
+                    run = narrow if rows == 1 else _wider(narrow, pair, rows)
+                    guess = estimate(lighten(run), devices, sharded)
+                    if guess.fits and rows > widest:
+                        widest = rows
+                        sizes = (f"train.micro_batch_size={rows}", *chosen)
+                        yield Fit((*sizes, *words), guess)
+                        break
+
+
+Lighten = Callable[[Run], Run]
+BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments, and a scale of each block of 256
+
+
+def _reliefs(run: Run) -> Iterator[tuple[tuple[str, ...], Lighten]]:
+    """List what can leave the device, each time a little more: text encoders, the latents of the
+    trajectory, three quarters of the optimizer's moments; as overrides, and what they do to a
+    run."""
+    report = run.report
+    model = report.model
+    words: tuple[str, ...] = ()
+    changes: dict[str, Any] = {}
+    yield words, partial(_lightened, **changes)
+    if model is not None and model.encoders and model.placement != "cpu":
+        words = (*words, f"policy.{report.policy}.text_encoder_placement=cpu")
+        changes = changes | {"placement": "cpu"}
+        yield words, partial(_lightened, **changes)
+    if report.stored and not report.offload:
+        words = (*words, f"policy.{report.policy}.offload_trajectory=true")
+        changes = changes | {"offload": True}
+        yield words, partial(_lightened, **changes)
+    if run.adamw is not None:
+        words = (*words, f"optimizer={{adamw_8bit: {run.adamw}}}")
+        yield words, partial(_lightened, **changes, optimizer=learners(report) * BYTES_8BIT)
+
+
+def _lightened(
+    run: Run, placement: str | None = None, offload: bool = False, optimizer: float | None = None
+) -> Run:
+    report = run.report
+    if placement is not None and report.model is not None:
+        report = replace(report, model=replace(report.model, placement=placement))
+    if offload:
+        report = replace(report, offload=True)
+    return replace(run, report=report, optimizer_bytes=optimizer or run.optimizer_bytes)
+
+
+def _widths(run: Run) -> list[int]:
+    """List the widths that divide a device's rows of an optimizer step, the widest first."""
+    plan = run.report.plan
+    most = plan.rows_per_process // max(plan.steps, 1)
+    return [rows for rows in (64, 32, 16, 8, 4, 2, 1) if rows <= most and most % rows == 0] or [1]
+
+
+def _wider(one: Run, two: Run, rows: int) -> Run:
+    """Extend two measurements on a line to ``rows`` rows: activations, operations and traffic grow
+    with the rows, weights do not."""
+    if rows == 2:
+        return two
+    update = replace(
+        two.measured.update,
+        memory={
+            name: size + (rows - 2) * max(0, size - one.measured.update.memory[name])
+            for name, size in two.measured.update.memory.items()
+        },
+        operations=_scaled(two.measured.update.operations, rows / 2),
+    )
+    sampling = replace(
+        two.measured.sampling, operations=_scaled(two.measured.sampling.operations, rows / 2)
+    )
+    return replace(two, measured=replace(two.measured, rows=rows, update=update, sampling=sampling))
+
+
+def _scaled(
+    operations: list[tuple[float, float, bool]], factor: float
+) -> list[tuple[float, float, bool]]:
+    return [(flops * factor, traffic * factor, half) for flops, traffic, half in operations]

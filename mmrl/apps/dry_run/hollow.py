@@ -1,0 +1,216 @@
+"""Makes a policy without its weights, by the real constructor on config files, and runs an
+iteration of the real trainer to count forwards.
+
+The network is a single number, latents have one element, and everything else (times, windows,
+trees, objective, advantage, batches) is what the configuration says, so that forwards are counted,
+not estimated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.apps.dry_run.published import on_meta
+from mmrl.config import Config, effects
+from mmrl.config.options import TrainOptions
+from mmrl.core.registry import ADVANTAGES, OBJECTIVES
+from mmrl.core.types import Media, Prompt, Query, Rollout
+from mmrl.core.weights import Weights
+from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.quantization import check_frozen
+from mmrl.scoring import Scorer
+from mmrl.train.batch import Batch
+from mmrl.train.trainer import Trainer
+from mmrl.zoo.models.any_pipeline.replayed_policy import ReplayedPolicy
+
+
+class Hollow(nn.Module):
+    """Stands for a network: its whole config, defaults included, and one parameter."""
+
+    def __init__(self, cls: Any, config: dict[str, Any]):
+        from diffusers.configuration_utils import FrozenDict
+
+        super().__init__()
+        known = {
+            name: p.default
+            for name, p in inspect.signature(cls.__init__).parameters.items()
+            if name != "self"
+        }
+        self.config = FrozenDict({**known, **{k: v for k, v in config.items() if k in known}})
+        self.of = cls
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+class _Weightless(FolderPolicy):
+    """Makes a family in diffusers' folder format hollow: networks without weights, its autoencoder
+    on the meta device."""
+
+    def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
+        import diffusers
+
+        if subfolder == "scheduler":
+            return super().load_part(name, subfolder, dtype)
+        cls = getattr(diffusers, name)
+        config = dict(diffusers_folder.load_config(cls, self.place, subfolder))
+        return on_meta(name, config) if subfolder == "vae" else Hollow(cls, config)
+
+    def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
+        return ()
+
+
+class _Counting(FlowPolicy):
+    """Makes any flow policy encode, compute and decode nothing."""
+
+    unseen = False
+
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        rows, empty = (torch.zeros(n, 1, device=self.device) for n in (len(prompts), 1))
+        return {"rows": rows, "uncond": {"rows": empty}}
+
+    def unconditional(self, empty: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
+        return empty
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        return x * next(self.net.parameters())
+
+    def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
+        return noise
+
+    def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
+        return empty + 1.0 * (v - empty)
+
+    def decode(self, rollout: Rollout) -> Media:
+        return rollout.sample
+
+
+class _CountingReplay(_Counting):
+    """Makes a replayed pipeline compute nothing: its rows are counted as those of any flow, one of
+    the network each."""
+
+    def prepare(self, prompts: list[Prompt]) -> None:
+        return None
+
+    def rollout(self, *args: Any, **kwargs: Any) -> Rollout:
+        return FlowPolicy.rollout(self, *args, **kwargs)
+
+    def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
+        return FlowPolicy._velocities(self, point, guided=False)
+
+
+def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> FolderPolicy:
+    """Make the policy that ``entry(path, **options)`` would be, from config files alone. Raises
+    UserError as it does."""
+    check_frozen(options.get("quantization"), options.get("lora") is not None)
+    light_options = {
+        key: value
+        for key, value in options.items()
+        if key not in ("lora", "attention", "compile", "path", "quantization")
+    }
+    cls = type(entry.__name__, (_Weightless, entry), {})
+    policy: FolderPolicy = cls(path=str(place), **light_options)
+    return policy
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Counts one iteration of all processes: rows through the network, and what was kept of the
+    weights."""
+
+    sampling: int
+    training: int | None  # None: unknown
+    decisions: int
+    steps: int  # optimizer steps
+    snapshots: tuple[str, ...]
+
+
+def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) -> Counted:
+    """Run an iteration with this configuration's objective and advantage, on a hollow policy, whose
+    latents it shrinks."""
+    objective = configuration.build("objective", OBJECTIVES)
+    _shrink(policy)
+    objective.stand_in(policy)
+    prompts: list[Prompt] = [{"text": str(i)} for i in range(options.prompts_per_iteration)]
+    if objective.supervised:  # its answers are encoded outside of the network
+        prompts = [{**prompt, objective.field: torch.zeros(3, 1, 1)} for prompt in prompts]
+        policy.media_size = policy.media_frames = None
+        vars(policy)["encode_media"] = partial(_encoded, policy.shape)
+    trainer = _Watched(
+        policy,
+        prompts,
+        Scorer({"none": _noise}),
+        configuration.build("advantage", ADVANTAGES),
+        objective,
+        partial(torch.optim.SGD, lr=0.0),
+        _plain(options),
+    )
+    snapshots = trainer.snapshots()
+    # what it does depends on its rewards' gradients
+    if trainer.objective.differentiates:
+        rollout = trainer.collect().rollout
+        return Counted(
+            policy.forwards,
+            None,
+            int(rollout.mask.sum()),
+            trainer.plan.steps * options.epochs,
+            snapshots,
+        )
+    metrics = trainer.iterate()
+    return Counted(
+        trainer.sampling if options.preferences is None else 0,
+        policy.forwards - trainer.sampling,
+        int(metrics["decisions"]),
+        int(metrics["step"]),
+        snapshots,
+    )
+
+
+def _shrink(policy: FlowPolicy) -> None:
+    """Give a policy latents of one element, and have it count its forwards."""
+    is_replayed = isinstance(policy, ReplayedPolicy)
+    if is_replayed:
+        policy.net = policy.trained = nn.Linear(1, 1, bias=False)
+        policy.weights = Weights(policy.net)
+        policy.forwards = 0
+        policy.logprob_weight = None
+    counting = _CountingReplay if is_replayed else _Counting
+    policy.__class__ = type(type(policy).__name__, (counting, type(policy)), {})
+    policy.shape = (1,) * len(policy.shape)
+    policy.fixed_batch_rows = None
+    policy.sampling_memory_gib = None
+
+
+def _plain(options: TrainOptions) -> TrainOptions:
+    """Leave out of a run's options what changes no count of forwards, or needs the data."""
+    return replace(effects.in_dry_run(options), iterations=1, logprob_tolerance=None)
+
+
+class _Watched(Trainer):
+    """Notes how many rows the network had seen when sampling was over."""
+
+    sampling = 0
+
+    def collect(self) -> Batch:
+        batch = super().collect()
+        self.sampling = self.policy.forwards
+        return batch
+
+
+def _encoded(shape: tuple[int, ...], media: Tensor) -> Tensor:
+    """Return samples of one number each."""
+    return media.new_zeros(len(media), *shape)
+
+
+def _noise(media: Media, prompts: list[Prompt]) -> Tensor:
+    """Return rewards that all differ, whatever the samples are."""
+    return torch.arange(len(prompts), dtype=torch.float32).mul(math.pi).sin()

@@ -1,0 +1,479 @@
+"""Rehearses a run at true size without its weights: the real network on fake tensors makes one
+pass with gradients and one without, under torch's trackers.
+
+What is run is mmrl's own code: the family's ``dist``, guidance, chunks of logits, LoRA, autocast
+and gradient checkpointing. Conditions stand in for what text encoders return, in true shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mmrl.apps.dry_run import architectures, published, untrained
+from mmrl.apps.dry_run.conditions import conditions
+from mmrl.apps.dry_run.fakes import Fakes
+from mmrl.apps.dry_run.pictures import looker
+from mmrl.apps.dry_run.tracked import Tracker, Work, extended, passed, tracked
+from mmrl.config.options import TrainOptions
+from mmrl.core.types import Point, Transition
+from mmrl.policies.base import turn_on_checkpointing, without_empty
+from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.image_tokens.network import ImageNet
+from mmrl.policies.lora import Lora, add_lora, ending_like
+from mmrl.policies.quantization import parameters, quantize
+from mmrl.policies.vlm.families import part_of
+from mmrl.policies.vlm.loading import text_adapters
+from mmrl.policies.vlm.parts import everything, set_trainable
+from mmrl.policies.vlm.policy import VLM
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix
+from mmrl.train.shard_units import shard_classes
+from mmrl.zoo.models.image_tokens.janus import UNDERSTANDING
+from samplers.warp import Warp
+
+PROMPT_TOKENS = 1024  # of a question with its picture, where budgets.prompt_tokens says nothing
+TEXT_TOKENS = 64  # of a prompt of text alone
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Stage:
+    """Holds a model on fakes: ``score()`` returns the log-probs of one pass of ``rows`` rows."""
+
+    net: nn.Module
+    rows: int
+    score: Callable[[], Tensor]
+    # one sample, of a video with so many latent frames; None: nothing to decode on the device
+    decode: Callable[[int], Any] | None = None
+    decoder: nn.Module | None = None
+    frames: int = 1  # of a sample's latents
+    # features of the pictures of the pass; None: it has none
+    look: Callable[[], Tensor] | None = None
+    prompts: int = 1  # of a pass
+    checkpointing: bool = False
+    # bytes of the conditions of a prompt, and of the empty one that all share
+    conditions: tuple[int, int] = (0, 0)
+    policy: Any = None  # that makes the passes, where more than its network is to be looked at
+    network_rows: float = 1  # rows of the network for one of the pass
+
+
+@dataclass
+class Rehearsed:
+    """Holds what was measured: of a pass with gradients, of one without, of decoding a sample."""
+
+    rows: int
+    parameters: int
+    trained: int
+    bytes_parameters: int
+    bytes_trained: int
+    bytes_decoder: int
+    # of the layers that FSDP2 gathers one by one the largest, and all that is around them, which
+    # it gathers at the begin and keeps to the end
+    largest_unit: int
+    around_units: int
+    update: Work
+    sampling: Work
+    decoding: Work | None
+    looking: Work | None = None  # at the pictures of the ``prompts`` of a pass
+    prompts: int = 1
+    conditions: tuple[int, int] = (0, 0)  # as of ``Stage``
+
+
+def flow(
+    entry: type[FolderPolicy], place: Path, options: dict[str, Any], train: TrainOptions, rows: int
+) -> Stage:
+    """Make a family in diffusers' format, by its own constructor, on fake weights."""
+    fakes = Fakes()
+    rest = {k: v for k, v in options.items() if k not in ("path", "compile", "attention")}
+    cls = type(entry.__name__, (_OnMeta, entry), {})
+    policy = cls(path=str(place), **rest)
+    fakes.fill(policy.net)
+    fakes.fill(policy.vae)
+    policy.net.eval()
+    if train.gradient_checkpointing:
+        policy.enable_gradient_checkpointing()
+    k = policy.steps // 2  # in the middle of the sampler's way
+    point = decision(policy, rows, k, conditions(policy, 1, fakes), fakes.empty)
+    wrapped = autocast(policy.net, train)
+    policy.trained = policy.net
+
+    def score() -> Tensor:
+        with fakes.running(), wrapped():
+            logprob: Tensor = policy.dist(point).log_prob(point.target)
+        return logprob
+
+    shape = list(policy.shape)
+    axis = 0 if policy.pipeline.startswith("CogVideoX") else 1
+    frames = shape[axis] if len(shape) == 4 else 1
+
+    def decode(count: int) -> Any:
+        sizes = [count if k == axis and len(shape) == 4 else n for k, n in enumerate(shape)]
+        with fakes.running():
+            return policy.pixels(policy.vae, fakes.empty(1, *sizes))
+
+    checkpointing = train.gradient_checkpointing
+    return Stage(
+        policy.net,
+        rows,
+        score,
+        decode,
+        policy.vae,
+        frames,
+        checkpointing=checkpointing,
+        conditions=(
+            _nested_bytes(without_empty(point.cond)),
+            _nested_bytes(point.cond.get("uncond")),
+        ),
+    )
+
+
+def _nested_bytes(cond: Any) -> int:
+    """Count the bytes of a nest of tensors."""
+    return _bytes(x for x in tree_leaves(cond) if isinstance(x, Tensor))
+
+
+class _OnMeta(FolderPolicy):
+    """Makes the parts of a folder from their config files, on the meta device."""
+
+    def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
+        import diffusers
+
+        if subfolder == "scheduler":
+            return super().load_part(name, subfolder, dtype)
+        cls = getattr(diffusers, name)
+        net = published.on_meta(
+            name, dict(diffusers_folder.load_config(cls, self.place, subfolder))
+        )
+        return cast(net, dtype or torch.float32)
+
+
+def cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert to a type what a file of weights holds, as loading does: parameters, and buffers that
+    are saved, such as Stable Diffusion 3's table of places; not the layers that the class keeps in
+    float32."""
+    exact = getattr(net, "_keep_in_fp32_modules", None) or []
+    saved = net.state_dict(keep_vars=True)
+    for name, tensor in saved.items():
+        if tensor.is_floating_point() and not any(part in name.split(".") for part in exact):
+            tensor.data = tensor.data.to(dtype)
+    return net
+
+
+def decision(
+    policy: FlowPolicy, rows: int, k: int, cond: dict[str, Any], empty: Callable[..., Tensor]
+) -> Point:
+    """Make the decision of every row at step k of the sampler's way, under the conditions of one
+    prompt; ``empty(*shape)`` makes its tensors."""
+    times = policy.times.float()
+    return Point(
+        group=torch.zeros(rows, dtype=torch.long),
+        cond=cond,
+        row_id=torch.arange(rows),
+        num_decisions=torch.ones(rows, dtype=torch.long),
+        state=empty(rows, *policy.shape),
+        target=empty(rows, *policy.shape),
+        step=Transition(
+            time=times[k].expand(rows),
+            next_time=times[k + 1].expand(rows),
+            noise_level=torch.full((rows,), max(policy.noise_level, 0.1)),
+        ),
+        logprob=empty(rows, 1),
+        mask=torch.ones(rows, 1, dtype=torch.bool),
+        advantage=torch.ones(rows, 1),
+    )
+
+
+def autocast(net: nn.Module, train: TrainOptions) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what accelerate wraps passes in for ``train.precision``."""
+    half = HALF.get(train.precision)
+    if half is None:
+        return nullcontext
+    return lambda: torch.autocast("cpu", dtype=half)
+
+
+def tokens(
+    path: str, entry: Any, options: dict[str, Any], train: TrainOptions, rows: int, group_size: int
+) -> Stage | None:
+    """Make a model that writes tokens on fake weights; None if its architecture is not known."""
+    fakes = Fakes()
+    net = token_network(path, entry, options)
+    if net is None:
+        return None
+    fakes.fill(net)
+    for codec in getattr(net, "outside", ()):
+        fakes.fill(codec)
+        codec.to = partial(_stay, codec)
+    net.eval()
+    if train.gradient_checkpointing and not turn_on_checkpointing(net):
+        turn_on_checkpointing(getattr(net, "hf", None))
+    wrapped = autocast(net, train)
+    prompts = max(1, -(-rows // group_size))
+    question = _question(entry, options)
+    score = _scorer(net, entry, options, rows, prompts, question)
+
+    def scored() -> Tensor:
+        with fakes.running(), wrapped():
+            return score()
+
+    look = looker(net, prompts, question, fakes) if isinstance(net, SharedPrefix) else None
+
+    def looked() -> Tensor:
+        assert look is not None
+        with fakes.running(), wrapped():
+            return look()
+
+    return Stage(
+        net,
+        rows,
+        scored,
+        look=look and looked,
+        prompts=prompts,
+        checkpointing=train.gradient_checkpointing,
+    )
+
+
+def token_network(path: str, entry: Any, options: Mapping[str, Any]) -> nn.Module | None:
+    """Make the network of a model that writes tokens on the meta device, with its adapters, in its
+    type; None if it is not known."""
+    known = published.table()["encoders"].get(published.table()["texts"].get(path))
+    net = published.encoder_on_meta(known) if known else architectures.on_meta(path)
+    net = net or untrained.network(path) or architectures.of_folder(path, entry)
+    if net is None:
+        return None
+    name = options.get("dtype") or "float32"
+    cast(net, torch.float32 if name == "auto" else getattr(torch, name))
+    quantize(net, options.get("quantization"))
+    lora = options.get("lora")
+    with torch.device("meta"):
+        if isinstance(entry, type) and issubclass(entry, VLM):
+            adapters = text_adapters(net, lora)
+            if adapters is not None:
+                add_lora(net, adapters)
+            else:
+                set_trainable(net, options.get("train") or everything(net))
+            return SharedPrefix(net)
+        if lora is None:
+            _freeze_unused(net)
+        else:
+            chosen = Lora(lora) if isinstance(lora, int) else lora
+            if hasattr(net, "hf"):
+                ends = chosen.targets or ("q_proj", "k_proj", "v_proj", "o_proj")
+                chosen = Lora(chosen.rank, chosen.alpha, _language(net, ends))
+            add_lora(net, chosen, entry.attention)
+    return net
+
+
+def _language(net: Any, ends: Any) -> list[str]:
+    """Name the linear layers of Janus' language model that end so."""
+    layers = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
+    inner = [name.removeprefix("hf.") for name in layers if "language_model" in name]
+    return ending_like(inner, ends, "language model")
+
+
+def _freeze_unused(net: Any) -> None:
+    """Freeze what of Janus an image's tokens do not pass through."""
+    if hasattr(net, "hf"):
+        for name, parameter in net.hf.named_parameters():
+            if name.startswith(UNDERSTANDING) or "vision_model" in name:
+                parameter.requires_grad_(False)
+
+
+def _stay(net: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    """Leave a module where it is: fake tensors are on every device."""
+    return net
+
+
+def _question(entry: Any, options: dict[str, Any]) -> int:
+    """Return the tokens of a prompt."""
+    if not (isinstance(entry, type) and issubclass(entry, VLM)):
+        return TEXT_TOKENS
+    budgets = options.get("budgets")
+    return getattr(budgets, "prompt_tokens", None) or PROMPT_TOKENS
+
+
+def answer_tokens(net: Any, options: Mapping[str, Any]) -> int:
+    """Return the tokens of an answer: of an image those of its network, else the most allowed."""
+    if isinstance(net, ImageNet):
+        return sum(net.turns)
+    if hasattr(getattr(net, "config", None), "sample_size"):
+        return int(net.config.sample_size**2)
+    return int(options.get("max_new_tokens") or 512)
+
+
+def _scorer(
+    net: Any, entry: Any, options: dict[str, Any], rows: int, prompts: int, question: int
+) -> Callable[[], Tensor]:
+    length = answer_tokens(net, options)
+    ids = torch.ones(rows, length, dtype=torch.long)
+    where = torch.ones(rows, length, dtype=torch.bool)
+    if isinstance(net, SharedPrefix):
+        inputs = _read(net, prompts, question)
+        row = torch.arange(rows) % prompts
+        return lambda: net.score(inputs, row, ids, where, Warp())[1].logprob
+    if isinstance(net, ImageNet):
+        guided = float(options.get("guidance_scale") or 4.0) != 1
+        read_inputs = _image_inputs(net, rows, question)
+        scale = torch.full((length,), 4.0)
+        empty = read_inputs if guided else None
+        return lambda: net.score(read_inputs, empty, ids, where, scale, Warp(), False)[1].logprob
+    if hasattr(net.config, "sample_size"):
+        return _amused(net, rows)
+    whole = torch.ones(rows, question + length, dtype=torch.long)
+
+    def masked() -> Tensor:
+        logits = net(whole, attention_mask=torch.ones_like(whole), use_cache=False).logits
+        scores = logits[:, -length:].float().log_softmax(-1)
+        chosen: Tensor = scores.gather(-1, ids[..., None])[..., 0]
+        return chosen
+
+    return masked
+
+
+def _read(net: SharedPrefix, prompts: int, question: int) -> dict[str, Tensor]:
+    """Make the inputs of prompts whose pictures are already features: as many tokens."""
+    places = torch.arange(question).expand(prompts, -1)
+    axes = getattr(net.text_config, "rope_parameters", None) or {}
+    if "mrope_section" in axes:
+        places = places.expand(3, prompts, -1)
+    return {
+        "input_ids": torch.ones(prompts, question, dtype=torch.long),
+        "attention_mask": torch.ones(prompts, question, dtype=torch.long),
+        "position_ids": places,
+    }
+
+
+def _image_inputs(net: Any, rows: int, question: int) -> dict[str, Tensor]:
+    shape = getattr(net, "shape", None)
+    if shape is None:  # Janus
+        ones = torch.ones(rows, question, dtype=torch.long)
+        return {"ids": ones, "mask": ones}
+    if shape.classes:
+        return {"label": torch.zeros(rows, dtype=torch.long)}
+    return {
+        "text": torch.zeros(rows, shape.condition, shape.caption),
+        "mask": torch.ones(rows, shape.condition, dtype=torch.bool),
+    }
+
+
+def _amused(net: Any, rows: int) -> Callable[[], Tensor]:
+    side = net.config.sample_size
+    ids = torch.ones(rows, side, side, dtype=torch.long)
+    text = torch.zeros(rows, 77, net.config.encoder_hidden_size)
+    pooled = torch.zeros(rows, net.config.cond_embed_dim)
+    micro = torch.zeros(rows, 5)
+
+    def score() -> Tensor:
+        logits = net(ids, encoder_hidden_states=text, pooled_text_emb=pooled, micro_conds=micro)
+        scores = logits.flatten(2).transpose(1, 2).float().log_softmax(-1)
+        chosen: Tensor = scores.gather(-1, ids.flatten(1)[..., None])[..., 0]
+        return chosen
+
+    return score
+
+
+def rehearse(stage: Stage, spare: bool = True, decode: bool = True) -> Rehearsed:
+    """Measure a stage: a pass with gradients, decoding one sample, and looking at pictures.
+
+    spare: pass through a few of the blocks that are equal, and count them for all. decode: measure
+    decoding too.
+    """
+    net = stage.net
+    trained = [p for p in net.parameters() if p.requires_grad]
+    looking = _looking(stage, spare)
+
+    def score(tracker: Tracker) -> None:
+        logprob = stage.score().sum()
+        tracker.turn()  # a pass of sampling is the same without the way back
+        if stage.look is not None and _sees(net):
+            logprob = logprob + stage.look().sum()
+        logprob.backward()
+
+    update, forward = passed(score, [net], spare=spare, checkpointing=stage.checkpointing)
+    units = [_bytes(module.parameters()) for module in units_of(net)]
+    return Rehearsed(
+        stage.rows,
+        parameters(net),
+        sum(p.numel() for p in trained),
+        _bytes(net.parameters()),
+        _bytes(trained),
+        _bytes(stage.decoder.parameters()) if stage.decoder is not None else 0,
+        max(units, default=0),
+        _bytes(net.parameters()) - sum(units),
+        update,
+        forward,
+        decoding(stage) if decode else None,
+        looking,
+        stage.prompts,
+        stage.conditions,
+    )
+
+
+SHORT = (3, 5)  # latent frames from which longer videos are extended on a line
+
+
+def decoding(stage: Stage) -> Work | None:
+    """Measure what decoding one sample takes. Autoencoders of videos go frame by frame, minutes on
+    fakes: of long ones two short pieces are measured, and the rest is more of the same."""
+    decode = stage.decode
+    if decode is None or stage.decoder is None:
+        return None
+
+    def decoded(frames: int) -> None:
+        with torch.no_grad():
+            decode(frames)
+
+    few, many = SHORT
+    if stage.frames <= many:
+        return tracked(partial(decoded, stage.frames), [stage.decoder])
+    short, longer = (tracked(partial(decoded, n), [stage.decoder]) for n in SHORT)
+    return extended(short, longer, (stage.frames - few) / (many - few))
+
+
+def _looking(stage: Stage, spare: bool) -> Work | None:
+    """Measure what the vision tower takes for the pictures of a pass, without gradients."""
+    look = stage.look
+    if look is None:
+        return None
+
+    def looked() -> None:
+        with torch.no_grad():
+            look()
+
+    return tracked(looked, [stage.net], spare=spare)
+
+
+def _sees(net: nn.Module) -> bool:
+    """Tell whether the vision tower or the projector is trained: then pictures pass through them
+    in every pass; else their features are computed once a rollout and held."""
+    return any(
+        parameter.requires_grad and part_of(name.removeprefix("hf.")) in ("vision", "projector")
+        for name, parameter in net.named_parameters()
+    )
+
+
+def _bytes(parameters: Any) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def units_of(net: nn.Module) -> list[nn.Module]:
+    """Return the modules that FSDP2 gathers one by one, none inside another. A network without any
+    is gathered whole."""
+    return _outermost(net, set(shard_classes(net)))
+
+
+def _outermost(net: nn.Module, names: set[str]) -> list[nn.Module]:
+    return [
+        unit
+        for child in net.children()
+        for unit in ([child] if type(child).__name__ in names else _outermost(child, names))
+    ]

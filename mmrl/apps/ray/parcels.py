@@ -1,0 +1,68 @@
+"""Packs samples for the way to a worker and opens them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mmrl.apps.ray.workers import Parcel
+from mmrl.core.types import Completion, Media, Prompt
+
+FACTS = (
+    "tokens",
+    "finished",
+    "logprob",
+    "self_certainty",
+    "question_gain",
+    "last_logprob",
+    "limit",
+)
+
+
+def packed(media: Media, prompts: Sequence[Prompt], rows: slice, spelled: bool) -> Parcel:
+    """Pack the samples ``rows``; ``spelled``: also the texts up to each token of an answer, which
+    rewards of steps read."""
+    part = media[rows]
+    if isinstance(part, Tensor):
+        # a copy: a part of a batch would take the whole of it along
+        return Parcel(part.detach().cpu().clone(), list(prompts[rows]))
+    return Parcel([_folded(item, spelled) for item in part], list(prompts[rows]))
+
+
+def opened(parcel: Parcel) -> tuple[Media, list[Prompt]]:
+    """Return samples and prompts as a reward sees them."""
+    if isinstance(parcel.media, Tensor):
+        return parcel.media, parcel.prompts
+    return [_unfolded(item) for item in parcel.media], parcel.prompts
+
+
+def _folded(item: Any, spelled: bool) -> Any:
+    """Make plain data of a completion, which holds a function."""
+    if not isinstance(item, Completion):
+        return item
+    texts = item.spell() if spelled and item.spell is not None else None
+    return Folded(str(item), {name: getattr(item, name) for name in FACTS}, texts)
+
+
+def _unfolded(item: Any) -> Any:
+    if not isinstance(item, Folded):
+        return item
+    facts = dict(item.facts)
+    later = {name: facts.pop(name) for name in ("question_gain", "last_logprob")}
+    texts = item.texts
+    spell = None if texts is None else lambda: list(texts)
+    completion = Completion(item.text, **facts, spell=spell)
+    for name, value in later.items():
+        setattr(completion, name, value)
+    return completion
+
+
+class Folded:
+    """Holds a completion as it travels."""
+
+    def __init__(self, text: str, facts: dict[str, Any], texts: list[str] | None):
+        self.text = text
+        self.facts = facts
+        self.texts = texts

@@ -1,0 +1,309 @@
+"""Follows run folders while a training writes them; nothing here writes into them.
+
+Only what was appended since the last look is read, and a line that is not whole yet waits for the
+next look. A file that a resume has written anew is read from its beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmrl.core.errors import UserError, suggest
+from mmrl.experiment.lock import OWNER, STALE
+from mmrl.monitoring.log import EVENTS, FINISHED, METRICS, ROLLOUTS
+from mmrl.monitoring.report.pictures import ENDINGS, saved_picture
+from mmrl.monitoring.report.runs import Run, finite, is_run, read_run
+from mmrl.monitoring.report.stages import parts
+
+DEPTH = 4  # folders below a given one in which runs are looked for
+SKIPPED = {"samples", "checkpoints", "tb", "wandb", "swanlog"}
+WATCHED = (METRICS, EVENTS, ROLLOUTS, "config.yaml", "machine.json", "evaluation.json")
+SHEET = re.compile(r"[\w.-]+")
+
+
+class Tail:
+    """Reads a .jsonl file piece by piece; ``lines`` are its objects so far."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
+        self.offset = 0
+        self.inode = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Read what was added, up to the last whole line; anew if the file is another one now."""
+        try:
+            with self.path.open("rb") as file:
+                state = self.path.stat()
+                if state.st_ino != self.inode or state.st_size < self.offset:
+                    self.lines = []
+                    self.offset = 0
+                    self.inode = state.st_ino
+                file.seek(self.offset)
+                text = file.read()
+        except OSError:
+            self.lines = []
+            self.offset = 0
+            return self.lines
+        whole = text.rfind(b"\n") + 1
+        self.offset += whole
+        for line in text[:whole].decode("utf-8", errors="replace").split("\n"):
+            try:
+                content = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(content, dict):
+                self.lines.append(content)
+        return self.lines
+
+
+class Columns:
+    """Turns the lines of metrics.jsonl into columns as they come, so that a long run is not gone
+    through again at every look."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []  # sorted by iteration, one each
+        self.columns: dict[str, list[float | None]] = {}
+        self.count = 0  # lines of the file that are in here
+        self.file: list[dict[str, Any]] | None = None
+
+    def update(self, lines: list[dict[str, Any]]) -> None:
+        """Take up what was added to the list of lines; all of it if it is another list."""
+        if lines is not self.file:
+            self.lines = []
+            self.columns = {}
+            self.count = 0
+            self.file = lines
+        for line in lines[self.count :]:
+            if not isinstance(line.get("iteration"), int):
+                continue
+            if self.lines and line["iteration"] <= self.lines[-1]["iteration"]:
+                self._insert(line)
+            else:
+                self._append(line)
+        self.count = len(lines)
+        for column in self.columns.values():
+            column.extend([None] * (len(self.lines) - len(column)))
+
+    def _append(self, line: dict[str, Any]) -> None:
+        place = len(self.lines)
+        self.lines.append(line)
+        for key, value in line.items():
+            number = finite(value)
+            if number is not None:
+                column = self.columns.setdefault(key, [])
+                column.extend([None] * (place - len(column)))
+                column.append(number)
+
+    def _insert(self, line: dict[str, Any]) -> None:
+        """Put a line in its place: an iteration that was written again, without a cut."""
+        lines = {known["iteration"]: known for known in [*self.lines, line]}
+        self.lines = []
+        self.columns = {}
+        for iteration in sorted(lines):
+            self._append(lines[iteration])
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Stands for a picture of a sheet in a page: its address in place of its pixels."""
+
+    url: str
+    size: tuple[int, int]
+    is_film: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.size[0]
+
+
+@dataclass(frozen=True)
+class LiveRun(Run):
+    """Is a run as the report reads it, whose pictures are addresses of the server."""
+
+    address: str = ""
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
+
+    def column(self, key: str) -> list[float | None]:
+        return list(self.columns.get(key) or [None] * len(self.metrics))
+
+    def measured(self) -> list[str]:
+        return list(self.columns)
+
+    def sample(self, name: str) -> Any:
+        layout = self._layout(name)
+        size = layout.size() if layout else (512, 512)
+        path = saved_picture(self.folder / "samples" / name)
+        return path and Reference(f"{self._url(name)}{version(path)}", size, _is_film(path))
+
+    def sample_tiles(self, name: str) -> list[Any]:
+        layout = self._layout(name)
+        path = saved_picture(self.folder / "samples" / name)
+        if layout is None or path is None:
+            return []
+        stamp, size, film = version(path), (layout.width, layout.height), _is_film(path)
+        return [Reference(f"{self._url(name)}/{i}{stamp}", size, film) for i in range(layout.count)]
+
+    def _url(self, name: str) -> str:
+        return f"{self.address}/sheets/{name}"
+
+
+def _is_film(path: Path) -> bool:
+    """Tell whether a sheet moves."""
+    return path.suffix == ".mp4"
+
+
+def version(path: Path) -> str:
+    """Return a query by which a browser knows that a file has changed."""
+    try:
+        return f"?v={path.stat().st_mtime_ns:x}"
+    except OSError:
+        return ""
+
+
+@dataclass
+class RunFolder:
+    """Follows one run folder. ``key`` is its name in addresses."""
+
+    key: str
+    folder: Path
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    tails: dict[str, Tail] = field(default_factory=dict)
+    columns: Columns = field(default_factory=Columns)
+
+    @property
+    def address(self) -> str:
+        return f"/runs/{self.key}"
+
+    def stamp(self) -> str:
+        """Return a text that changes whenever a file that pages show does."""
+        states = []
+        for path in [*(self.folder / name for name in WATCHED), *self._sheets()]:
+            try:
+                state = path.stat()
+                states.append((path.name, state.st_mtime_ns, state.st_size, state.st_ino))
+            except OSError:
+                continue
+        return hashlib.sha256(repr((states, self.is_running())).encode()).hexdigest()[:24]
+
+    def read(self) -> LiveRun:
+        """Read the run as it is now."""
+        with self.lock:
+            lines = {name: list(self._tail(name).read()) for name in (EVENTS, ROLLOUTS)}
+            self.columns.update(self._tail(METRICS).read())
+            metrics = list(self.columns.lines)
+            columns = {key: list(column) for key, column in self.columns.columns.items()}
+        run = read_run(self.folder, jsonl=False)
+        return LiveRun(
+            folder=self.folder,
+            metrics=metrics,
+            events=lines[EVENTS],
+            config_text=run.config_text,
+            config=run.config,
+            machine=run.machine,
+            evaluation=run.evaluation,
+            captions=run.captions,
+            rollouts=lines[ROLLOUTS],
+            notes=run.notes,
+            address=self.address,
+            columns=columns,
+        )
+
+    def is_running(self) -> bool:
+        """Tell whether a training gave a sign of life lately."""
+        try:
+            return time.time() - (self.folder / OWNER).stat().st_mtime < STALE
+        except OSError:
+            return False
+
+    def status(self, run: Run) -> str:
+        """Say in a word how a run stands."""
+        kinds = [event.get("kind") for event in run.events]
+        if FINISHED in kinds:
+            return "finished"
+        if self.is_running():
+            return "running"
+        ends = [kind for kind in kinds if kind in ("stopped", "error")]
+        return str(ends[-1]) if ends else "not running"
+
+    def sheet(self, name: str) -> Path | None:
+        """Return the file of a sheet of samples; None unless it lies in this folder."""
+        if not SHEET.fullmatch(name):
+            return None
+        path = saved_picture(self.folder / "samples" / name)
+        inside = path is not None and path.resolve().is_relative_to(self.folder.resolve())
+        return path if inside else None
+
+    def _sheets(self) -> list[Path]:
+        files = (self.folder / "samples").glob("*.*")
+        return sorted(path for path in files if path.suffix in ENDINGS)
+
+    def _tail(self, name: str) -> Tail:
+        return self.tails.setdefault(name, Tail(self.folder / name))
+
+
+class Runs:
+    """Holds the runs that were named, and those that appear in the folders that were."""
+
+    def __init__(self, places: Sequence[Path]):
+        self.places = list(places)
+        self.known: dict[Path, RunFolder] = {}
+        self.lock = threading.Lock()
+        for place in self.places:
+            if not place.is_dir():
+                raise UserError(_no_folder(place))
+        self.look()
+
+    def look(self) -> list[RunFolder]:
+        """Return all runs, the newest first; looks for new ones."""
+        with self.lock:
+            for place in self.places:
+                for folder in run_folders(place):
+                    path = folder.resolve()
+                    if path not in self.known:
+                        self.known[path] = RunFolder(self._key(folder, place), folder)
+            present = [run for run in self.known.values() if is_run(run.folder)]
+        return sorted(present, key=lambda run: _changed(run.folder), reverse=True)
+
+    def find(self, key: str) -> RunFolder | None:
+        return next((run for run in self.known.values() if run.key == key), None)
+
+    def _key(self, folder: Path, place: Path) -> str:
+        inside = folder.resolve().relative_to(place.resolve()).parts
+        name = "-".join(inside or (folder.resolve().name,))
+        name = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
+        taken = {run.key for run in self.known.values()}
+        numbered = (f"{name}-{i}" for i in range(2, len(taken) + 3))
+        return name if name not in taken else next(n for n in numbered if n not in taken)
+
+
+def run_folders(place: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yield the runs at or below a folder; of a run with stages, its stages."""
+    if is_run(place):
+        yield from parts(place) or [place]
+    elif depth:
+        for inner in sorted(place.iterdir()):
+            hidden = inner.name.startswith(".") or inner.name in SKIPPED
+            if inner.is_dir() and not inner.is_symlink() and not hidden:
+                yield from run_folders(inner, depth - 1)
+
+
+def _changed(folder: Path) -> float:
+    times = [p.stat().st_mtime for name in WATCHED if (p := folder / name).exists()]
+    return max(times, default=0.0)
+
+
+def _no_folder(place: Path) -> str:
+    if place.exists():
+        return f"{place} is a file; give the folder of a run, or one with runs in it"
+    near = place.parent
+    around = [p.name for p in near.iterdir() if is_run(p)] if near.is_dir() else []
+    return f"no run folder {place}; {suggest(place.name, around)}"

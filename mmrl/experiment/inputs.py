@@ -1,0 +1,84 @@
+"""Remembers what the code of rewards and the rows of the data are, so that a resume can say what
+has changed since a checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+
+from mmrl.config import Chosen
+from mmrl.experiment.build import Session, resolved, rewarded
+
+OURS = ("mmrl", "rewards", "samplers")  # packages whose code comes with a version
+LARGE = 2**26  # bytes of a file, of which only the size is looked at
+
+Known = dict[str, dict[str, str]]  # what -> its parts by name, each as it is
+
+
+def known(session: Session) -> Known:
+    """Return what the inputs of a run are: of every reward its files of code and data, of every
+    source of data its rows."""
+    inputs: Known = {}
+    for section in rewarded(session.config):
+        for name, chosen in resolved(session.config, section).items():
+            if files := {os.path.basename(f): _digest(f) for f in sorted(set(_files(chosen)))}:
+                inputs[f"reward {name!r}"] = files
+    for summary in session.summaries:
+        rows = {"rows": f"{summary.train + summary.held_out}", "digest": summary.digest}
+        inputs[f"data {os.path.basename(summary.name)}"] = rows
+    return inputs
+
+
+def changed(before: Mapping[str, Mapping[str, str]] | None, after: Known) -> list[str]:
+    """Say what differs of the inputs that are in both."""
+    lines = []
+    for what, parts in (before or {}).items():
+        now = after.get(what, {})
+        differing = [name for name in parts if name in now and parts[name] != now[name]]
+        if not differing:
+            continue
+        if "rows" in parts:
+            counts = f"{parts['rows']} rows then, {now['rows']} now"
+            counts = counts if parts["rows"] != now["rows"] else f"{now['rows']} rows, other ones"
+            lines.append(f"changed since the checkpoint: {what}: {counts}")
+        else:
+            lines.append(f"changed since the checkpoint: {what}: {', '.join(differing)}")
+    return lines
+
+
+def _files(chosen: Chosen) -> Iterator[str]:
+    """Yield the user's own files that make a reward: its module, what that imports from its folder,
+    and those that its options name."""
+    entry = inspect.unwrap(chosen.reward.entry)
+    if entry.__module__.partition(".")[0] not in OURS:
+        yield from _code_of(entry.__module__, set())
+    for value in chosen.reward.options.values():
+        if isinstance(value, (str, Path)) and os.path.isfile(value):
+            yield str(value)
+
+
+def _code_of(name: str, seen: set[str]) -> Iterator[str]:
+    """Yield the file of a module, and of those that it imports from the same folder."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None or name in seen:
+        return
+    seen.add(name)
+    yield file
+    for value in vars(module).values():
+        imported = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "")
+        imported = imported if isinstance(imported, str) else ""
+        place = getattr(sys.modules.get(imported), "__file__", None)
+        if place and os.path.dirname(place) == os.path.dirname(file):
+            yield from _code_of(imported, seen)
+
+
+def _digest(file: str) -> str:
+    size = os.path.getsize(file)
+    if size > LARGE:
+        return f"{size} bytes"
+    return blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()

@@ -1,1 +1,0 @@
-"""Objectives that re-noise finished samples."""

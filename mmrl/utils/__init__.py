@@ -1,1 +1,0 @@
-"""Handles files and paths, and reads facts about the machine."""

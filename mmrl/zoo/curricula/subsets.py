@@ -1,0 +1,424 @@
+"""Makes data sources of the prompts that are worth training on, by rewards recorded in a file.
+
+``recorded`` writes the file while any run trains, or with a learning rate of 0 only measures.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from math import fsum
+from pathlib import Path
+from statistics import fmean, pvariance
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+from numpy.typing import NDArray
+
+from mmrl.config.options import Count, Natural
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA
+from mmrl.core.types import Prompt
+from mmrl.data.base import Outcome
+from mmrl.data.prompts import decoded
+from mmrl.zoo.curricula.curriculum import Around, Share, Source, over, with_entries
+from mmrl.zoo.curricula.features import features_of
+from mmrl.zoo.curricula.selection import Chosen, Portion, Unrenewed, best
+from mmrl.zoo.curricula.statistics import PromptStatistics
+from samplers.noise import Rng
+
+Curves = Mapping[int, Sequence[Sequence[float]]]  # rewards of every visit, by entry
+Array = NDArray[np.float64]
+LETTERS = 80  # of a text, by which data is recognised
+
+
+class Recorder(Around):
+    """Draws as ``inner`` does, and appends the rewards of every iteration to a file."""
+
+    def __init__(self, inner: Sequence[Prompt], path: Path):
+        super().__init__(inner)
+        self.path = path
+        self.iteration = 0
+        self.texts = {prompt["entry"]: str(prompt.get("text", ""))[:LETTERS] for prompt in inner}
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        super().learn(outcomes)
+        rewards: dict[int, list[float]] = {}
+        for outcome in outcomes:
+            rewards.setdefault(outcome.entry, []).extend(outcome.rewards)
+        lines = [
+            json.dumps(
+                {
+                    "entry": entry,
+                    "text": self.texts[entry],
+                    "iteration": self.iteration,
+                    "rewards": values,
+                }
+            )
+            for entry, values in rewards.items()
+            if values
+        ]
+        if distributed.is_main():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(line + "\n" for line in lines)
+        self.iteration += 1
+
+    def over(self, prompts: Sequence[Prompt]) -> Recorder:
+        return Recorder(over(self.inner, prompts), self.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": self.iteration, "inner": super().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.iteration = state.get("iteration", 0)
+        super().load_state_dict(state.get("inner", {}))
+
+
+@DATA.register("recorded")
+class Recorded:
+    """Record every prompt's rewards in a file, which limr, depo and by_variance read.
+
+    One JSON object a line: the prompt's place in the data, iteration, rewards. After a resume the
+    later line of an iteration counts. With a learning rate of 0 the run only measures, as repeated
+    inference does.
+
+    of: the data source. path: the file, .jsonl, to which lines are appended.
+    """
+
+    train: Recorder
+    held_out: list[Prompt]
+
+    def __init__(self, of: Source, path: str):
+        self.train = Recorder(with_entries(of.train), Path(path))
+        self.held_out = list(of.held_out)
+
+
+def read_curves(path: Path, prompts: Sequence[Prompt]) -> dict[int, list[list[float]]]:
+    """Read the rewards of every visit of every prompt, in the order of iterations. Raises UserError
+    if the file is of other prompts."""
+    texts = {prompt["entry"]: str(prompt.get("text", ""))[:LETTERS] for prompt in prompts}
+    named: dict[str, list[int]] = {}
+    for prompt in prompts:
+        named.setdefault(str(prompt.get("text", "")), []).append(prompt["entry"])
+    visits: dict[int, dict[int, list[float]]] = {}
+    for number, line in enumerate(decoded(path).splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            if (
+                "entry" not in record and "reward" in record
+            ):  # of mmrl.apps.prepare.reference_rewards
+                value = record["reward"]
+                rewards = [float(x) for x in (value if isinstance(value, list) else [value])]
+                for place in named.get(str(record["text"]), []):
+                    visits.setdefault(place, {}).setdefault(0, []).extend(rewards)
+                continue
+            entry, iteration = int(record["entry"]), int(record["iteration"])
+            rewards = [float(reward) for reward in record["rewards"]]
+            text = record["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}:{number}: not a line that `recorded` wrote, or reference_rewards: {error}"
+            ) from error
+        if texts.get(entry) != text:
+            raise UserError(
+                f"{path}:{number}: prompt {entry} was {text!r} when it was recorded; use the same "
+                f"data source, or record it anew"
+            )
+        visits.setdefault(entry, {})[iteration] = rewards
+    return {entry: [by[at] for at in sorted(by) if by[at]] for entry, by in visits.items()}
+
+
+def restricted(
+    inner: Sequence[Prompt], entries: set[int], name: str, path: Path
+) -> Sequence[Prompt]:
+    """Keep the prompts with these entries. Raises UserError if none is left."""
+    prompts = [prompt for prompt in inner if prompt["entry"] in entries]
+    if not prompts:
+        raise UserError(f"{name}: no prompt of {path} is good enough; ask for less")
+    return over(inner, prompts)
+
+
+def recorded_of(inner: Sequence[Prompt], path: Path, name: str) -> dict[int, list[list[float]]]:
+    """Read the curves of the prompts that were recorded; warn of those that were not."""
+    curves = {entry: curve for entry, curve in read_curves(path, inner).items() if curve}
+    if missing := len(inner) - len(curves):
+        warnings.warn(
+            f"{name}: {missing} of {len(inner)} prompts are not in {path} and are left out",
+            stacklevel=3,
+        )
+    return curves
+
+
+def highest(scores: Mapping[int, float], share: float) -> set[int]:
+    """Choose the entries of the highest scores, a share of them, one at least."""
+    order = sorted(scores, key=lambda entry: (-scores[entry], entry))
+    return set(order[: max(1, int(share * len(order) + 0.5))])
+
+
+@DATA.register("limr")
+class Limr:
+    """Keep the prompts whose reward curve follows the mean curve: LIMR's impact measurement.
+
+    Li et al. 2025, "LIMR": with r_i^k the mean reward of prompt i at its k-th visit and r^k the
+    mean of all prompts there, s_i = 1 - sum_k (r_i^k - r^k)^2 / sum_k (1 - r^k)^2; prompts with s_i
+    above ``threshold`` are kept. Rewards reach up to 1.
+
+    of: the data source. path: what a run with ``recorded`` wrote. threshold: of the score. share:
+    of the prompts, the best, in place of a threshold; null: those above it.
+    """
+
+    train: Sequence[Prompt]
+    held_out: list[Prompt]
+
+    def __init__(
+        self, of: Source, path: Path, threshold: float = 0.6, share: Portion | None = None
+    ):
+        inner = with_entries(of.train)
+        scores = alignment(recorded_of(inner, path, "limr"))
+        above = {entry for entry, score in scores.items() if score > threshold}
+        self.train = restricted(
+            inner, above if share is None else highest(scores, share), "limr", path
+        )
+        self.held_out = list(of.held_out)
+
+
+def alignment(curves: Curves) -> dict[int, float]:
+    """Score how well the reward curve of every prompt follows the mean curve; 1: exactly."""
+    means = {entry: [fmean(rewards) for rewards in curve] for entry, curve in curves.items()}
+    visits = max(map(len, means.values()))
+    usual = [fmean([curve[k] for curve in means.values() if k < len(curve)]) for k in range(visits)]
+    scores = {}
+    for entry, curve in means.items():
+        gap = sum((reward - mean) ** 2 for reward, mean in zip(curve, usual, strict=False))
+        room = sum((1 - mean) ** 2 for mean in usual[: len(curve)])
+        scores[entry] = 1 - gap / room if room > 0 else 1.0 if gap == 0 else -1e30
+    return scores
+
+
+@DATA.register("by_variance")
+class ByVariance:
+    """Keep the prompts whose recorded rewards vary: Temporal-R1's selection of training data.
+
+    Li et al. 2025, "Reinforcement Learning Tuning for VideoLLMs": prompts are answered several
+    times, and those stay whose rewards have an informative spread, neither always right nor always
+    wrong. The standard deviation (population) is of all rewards of the file (our reading).
+
+    of: the data source. path: what a run with ``recorded`` wrote, or
+    ``mmrl.apps.prepare.reference_rewards`` of the reference's rollouts, from which PVPO takes its baseline
+    too. least: standard deviation; share: of those that have it, the ones with the largest.
+    """
+
+    train: Sequence[Prompt]
+    held_out: list[Prompt]
+
+    def __init__(
+        self, of: Source, path: Path, least: Annotated[float, Ge(0)] = 0.1, share: Portion = 1.0
+    ):
+        inner = with_entries(of.train)
+        curves = recorded_of(inner, path, "by_variance")
+        spreads = {entry: pvariance(sum(curve, [])) ** 0.5 for entry, curve in curves.items()}
+        wide = {entry: std for entry, std in spreads.items() if std >= least and std > 0}
+        self.train = restricted(inner, highest(wide, share) if wide else set(), "by_variance", path)
+        self.held_out = list(of.held_out)
+
+
+class Explored(Chosen):
+    """Draws by how much the last visits of every prompt explored; that is in checkpoints."""
+
+    def __init__(self, inner: Sequence[Prompt], rule: Depo):
+        super().__init__(inner, rule)
+        self.depo = rule
+        self.traces: dict[int, list[float]] = {}  # explorability of the last visits, by entry
+
+    def over(self, prompts: Sequence[Prompt]) -> Explored:
+        return Explored(over(self.inner, prompts), self.depo)
+
+    def see(self, name: str, values: Mapping[int, Any]) -> None:
+        super().see(name, values)
+        if name == "entropy":
+            for entry, answers in values.items():
+                score = explorability(answers, self.depo.noise)
+                self.traces[entry] = [*self.traces.get(entry, []), score][-self.depo.window :]
+
+    def score(self, entry: int) -> float:
+        """Return how much a prompt still explores; infinite before its first visit."""
+        record = self.statistics[entry]
+        if self.depo.explore == "variance":
+            return record.variance if record.visits else float("inf")
+        trace = self.traces.get(entry)
+        return fmean(trace) if trace else float("inf")
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"traces": {str(e): t for e, t in self.traces.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.traces = {int(entry): list(t) for entry, t in state.get("traces", {}).items()}
+
+
+def explorability(answers: Sequence[Sequence[float]], noise: float) -> float:
+    """Return sum |A| H of the [reward, H] of a group's answers, A = (r - mean) / (std + 1e-8).
+
+    Worse answers whose H is above ``noise`` times the mean H of the better ones do not count.
+    """
+    rewards = [reward for reward, _ in answers]
+    mean = fmean(rewards)
+    std = pvariance(rewards) ** 0.5
+    better = [entropy for reward, entropy in answers if reward > mean]
+    limit = noise * fmean(better) if better else 0.0
+    return fsum(
+        abs(reward - mean) / (std + 1e-8) * entropy
+        for reward, entropy in answers
+        if reward > mean or entropy <= limit
+    )
+
+
+@DATA.register("depo")
+class Depo(Unrenewed):
+    """Keep diverse prompts of middle difficulty, ask those that still explore: DEPO.
+
+    Tang et al. 2025. Before training: prompts are nodes of a graph of similarities, weighted by
+    PageRank; a determinantal point process keeps the ``diverse`` share of them greedily; of these
+    ``share`` are drawn by a normal density of their mean recorded reward, ``difficulty`` its mean
+    and ``spread`` its standard deviation. Without ``path`` all stay. While training: of
+    ``candidates`` times as many prompts as are asked, those of the highest explorability are, and
+    the share ``replay`` are prompts of the fewest visits. Similar are prompts whose ``embeddings``
+    are, the policy's own states as ``mmrl.apps.prepare.prompt_states`` writes them; without a file those
+    that share words (our reading). ``explore``: ``entropy``, as published: the mean over the last
+    ``window`` visits of sum |A| H, A = (r - mean) / std of an answer in its group and H the mean
+    entropy of its decisions, without worse answers whose H is above ``noise`` times the mean H of
+    the better ones; ``variance``, of a prompt's rewards, which needs nothing recorded (our
+    reading). Both are largest where a prompt was never asked.
+
+    of: the data source. path: what a run with ``recorded`` wrote; null: no choice before training.
+    embeddings: a .npy file with a row for every prompt; null: hashed words. damping: of PageRank.
+    decay: what is left of the weight of earlier answers at a visit. seed: of the choice before.
+    explore: entropy needs the policy's option record_entropy. window: visits. noise: a ratio.
+    decline: the share of candidates that is asked falls by it with every epoch, as published, from
+    1 to 1 / candidates; 0: it is that from the start.
+    """
+
+    train: Explored
+    held_out: list[Prompt]
+
+    def __init__(
+        self,
+        of: Source,
+        path: Path | None = None,
+        diverse: Portion = 0.5,
+        share: Portion = 0.4,
+        difficulty: float = 0.5,
+        spread: Annotated[float, Gt(0)] = 0.2,
+        embeddings: Path | None = None,
+        damping: Annotated[float, Ge(0), Lt(1)] = 0.85,
+        candidates: Annotated[float, Ge(1)] = 2.0,
+        replay: Share = 0.1,
+        decay: Annotated[float, Gt(0), Le(1)] = 0.5,
+        seed: Natural = 0,
+        explore: Literal["variance", "entropy"] = "variance",
+        window: Count = 5,
+        noise: Annotated[float, Gt(0)] = 1.5,
+        decline: Annotated[float, Ge(0)] = 0.0,
+    ):
+        self.decline = decline
+        self.explore = explore
+        self.window = window
+        self.noise = noise
+        self.measures = frozenset({"entropy"} if explore == "entropy" else ())
+        self.multiple = candidates
+        self.replay = replay
+        self.decay = decay
+        inner = with_entries(of.train)
+        if path is not None:
+            curves = recorded_of(inner, path, "depo")
+            prompts = [prompt for prompt in inner if prompt["entry"] in curves]
+            features = features_of(prompts, embeddings, len(inner), "depo")
+            count = max(1, int(diverse * len(prompts) + 0.5))
+            rows = spread_out(features, pagerank(features, damping), count)
+            middle = {
+                prompts[row]["entry"]: -0.5 * ((mean - difficulty) / spread) ** 2
+                for row in rows
+                for mean in [fmean(sum(curves[prompts[row]["entry"]], []))]
+            }
+            inner = restricted(inner, by_density(middle, share, seed), "depo", path)
+        self.train = Explored(inner, self)
+        self.held_out = list(of.held_out)
+
+    @staticmethod
+    def records(options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the options of the policy under which it records what is looked at."""
+        return ("record_entropy",) if options.get("explore") == "entropy" else ()
+
+    def statistics(self) -> PromptStatistics:
+        return PromptStatistics(self.decay)
+
+    def rewards(self, rewards: Sequence[float]) -> tuple[float, ...]:
+        return tuple(rewards)
+
+    def choose(self, data: Chosen, count: int, iteration: int, seed: int) -> list[Prompt]:
+        assert isinstance(data, Explored)
+        again = int(self.replay * count)
+        records = data.statistics
+        rng = Rng.of(seed, "depo", iteration)
+        ties = rng.uniform(torch.tensor([p["entry"] for p in data.prompts])).tolist()
+        rare = [-(records[p["entry"]].visits + u) for p, u in zip(data.prompts, ties, strict=True)]
+        replayed = best(data.prompts, rare, again)
+        entries = {prompt["entry"] for prompt in replayed}
+        multiple = self.multiple
+        if self.decline:
+            epochs = iteration * count // len(data.prompts)
+            multiple = 1 / max(1 / multiple, 1 - self.decline * epochs)
+        prompts = data.candidates(int(multiple * count), iteration, seed)
+        fresh = [prompt for prompt in prompts if prompt["entry"] not in entries] or prompts
+        scores = [data.score(prompt["entry"]) for prompt in fresh]
+        return [*best(fresh, scores, count - again), *replayed]
+
+
+def pagerank(features: Array, damping: float) -> Array:
+    """Compute the PageRank [n], mean 1, of the graph whose edges weigh (1 + cosine) / 2."""
+    count = len(features)
+
+    def spread_over(x: Array) -> Array:
+        alike: Array = (x.sum() + features @ (features.T @ x)) / 2
+        itself: Array = x * (1 + (features**2).sum(1)) / 2
+        return alike - itself
+
+    degree = np.maximum(spread_over(np.ones(count)), 1e-12)
+    rank = np.ones(count)
+    for _ in range(100):
+        rank = 1 - damping + damping * spread_over(rank / degree)
+        rank = rank * count / rank.sum()
+    return rank
+
+
+def spread_out(features: Array, quality: Array, count: int, ridge: float = 1e-3) -> list[int]:
+    """Choose rows greedily, each the one that raises log det of L most, L = q q' (S + ridge I), S
+    their similarity (Chen et al. 2018, fast greedy MAP): [count] in order."""
+    gain = quality**2 * ((features**2).sum(1) + ridge)
+    basis = np.zeros((count, len(features)))
+    rows: list[int] = []
+    for number in range(count):
+        row = int(np.argmax(gain))
+        rows.append(row)
+        column = quality * quality[row] * (features @ features[row])
+        column[row] += quality[row] ** 2 * ridge
+        column -= basis[:number].T @ basis[:number, row]
+        basis[number] = column / np.sqrt(gain[row])
+        gain = gain - basis[number] ** 2
+        gain[rows] = -np.inf
+    return rows
+
+
+def by_density(logs: Mapping[int, float], share: float, seed: int) -> set[int]:
+    """Draw a share of the entries, without repeats, by their log weights (Gumbel's largest)."""
+    entries = list(logs)
+    u = Rng.of(seed, "depo", "subset").uniform(torch.tensor(entries))
+    keys = [
+        log - float(gumbel) for log, gumbel in zip(logs.values(), (-u.log()).log(), strict=True)
+    ]
+    return highest(dict(zip(entries, keys, strict=True)), share)

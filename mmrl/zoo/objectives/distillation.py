@@ -1,0 +1,204 @@
+"""On-policy distillation: the policy samples, frozen teachers say at each of its states what they
+would have done, and the policy moves toward them in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from mmrl.config.options import Count
+from mmrl.core.distributions import Dist, Gaussian
+from mmrl.core.divergences import REVERSE, Divergence
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import observe
+from mmrl.core.registry import LATER, OBJECTIVES, POLICIES
+from mmrl.core.types import Point
+from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.policies.base import Policy
+from mmrl.policies.teaching import misfits, signature
+
+if TYPE_CHECKING:
+    from mmrl.zoo.objectives.remote_teacher import RemoteTeacher
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """Says how a teacher elsewhere is asked.
+
+    url: address of ``mmrl serve-teacher``, or several that serve the same teacher. token_file: a
+    file whose first line is the token; null: the environment variable MMRL_TEACHER_TOKEN.
+    certificate: a file of certificates that https is checked by; null: those of the machine.
+    timeout: seconds for one answer. retries: further tries of a question, elsewhere if possible.
+    backoff: seconds before a second try at the same server, doubled each time, with jitter.
+    retry_seconds: how long servers that are full or not there are waited for.
+    max_rows: rows of one question; null: those of a pass. max_answer_mib: the longest answer that
+    is read. precision: of the answers on the way; bfloat16 halves them. top_k: of every token's
+    distribution an answer holds the teacher's so many likeliest tokens, and the mass of all others
+    together: the divergence of these categories, which is at most that over all tokens; null: all.
+    """
+
+    url: str | list[str]
+    token_file: Path | None = None
+    certificate: Path | None = None
+    timeout: Annotated[float, Gt(0)] = 600.0
+    retries: Annotated[int, Ge(0)] = 4
+    backoff: Annotated[float, Ge(0)] = 1.0
+    retry_seconds: Annotated[float, Ge(0)] = 120.0
+    max_rows: Annotated[int, Ge(1)] | None = None
+    max_answer_mib: Annotated[float, Gt(0)] = 4096.0
+    precision: Literal["exact", "bfloat16"] = "exact"
+    top_k: Count | None = None
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Names a frozen model that says what it would have done.
+
+    policy: as in the section ``policy``: of the same family, with its tokens or latents and its
+    steps; its size, weights, adapters, precision and guidance are its own. weight: of its
+    divergence among those of the teachers. remote: in place of policy, the address of ``mmrl
+    serve-teacher`` in another process or on another machine, where that policy is named.
+    """
+
+    policy: Annotated[Callable[[], Policy], POLICIES, LATER] | None = None
+    weight: Annotated[float, Gt(0)] = 1.0
+    remote: RemoteOptions | None = None
+
+
+@OBJECTIVES.register("distill")
+class Distill(PolicyGradient):
+    """Move toward frozen teachers at the policy's own samples: on-policy distillation.
+
+    The loss of every decision is weight times the sum over teachers of their weights times the
+    divergence of policy and teacher at the policy's state, in closed form: over the whole
+    vocabulary for tokens, |mu - mu_T|^2 / (2 sigma^2) for steps of flow and diffusion models
+    (Agarwal et al. 2024, GKD; Lu and Thinking Machines 2025, "On-policy distillation"). The
+    gradient goes through the policy's distribution there, not through what it sampled.
+
+    Rewards say how far it has come; they are trained on only with ``reward_weight``, the weight of
+    their policy gradient beside it, whose options are those of policy_gradient. Without, no
+    advantage is looked at.
+    """
+
+    proportional = False
+    mixes = False
+
+    def __init__(
+        self,
+        teachers: list[Teacher],
+        weight: Annotated[float, Gt(0)] = 1.0,
+        divergence: Divergence = REVERSE,
+        reward_weight: Annotated[float, Ge(0)] = 0.0,
+        **options: Any,
+    ):
+        super().__init__(**options)
+        if not teachers:
+            raise UserError("teachers: name at least one, {policy: ...}")
+        if any((teacher.policy is None) == (teacher.remote is None) for teacher in teachers):
+            raise UserError("teachers: each needs a policy, or remote: {url: ...} in its place")
+        self.teachers = teachers
+        self.weight = weight
+        self.divergence = divergence
+        self.reward_weight = reward_weight
+        self.compares = reward_weight > 0
+        self.loaded: list[Policy | RemoteTeacher] = []
+
+    def extra_terms(self) -> str:
+        return "teachers"
+
+    def stand_in(self, policy: Policy) -> None:
+        self.loaded = [policy] * len(self.teachers)
+
+    def meet(self, policy: Policy) -> None:
+        if self.loaded:
+            return
+        self.loaded = [_ready(teacher, i) for i, teacher in enumerate(self.teachers)]
+        for i, teacher in enumerate(self.loaded):
+            remote = self.teachers[i].remote
+            if remote and remote.top_k and policy.capabilities.decisions != "categorical":
+                raise UserError(
+                    f"{_place(self.teachers[i], i)}.top_k: it is for policies whose decisions are "
+                    f"tokens, and {type(policy).__name__} decides numbers; leave it out"
+                )
+            described = signature(teacher) if isinstance(teacher, Policy) else teacher.signature()
+            for why in misfits(policy, described):
+                raise UserError(f"{_place(self.teachers[i], i)}: {why}")
+
+    def loss_at(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
+        distance = self._distance(policy, point, dist)
+        observe("distillation", distance, point.mask)
+        loss = self.weight * distance
+        if self.reward_weight:
+            return loss + self.reward_weight * super().loss_at(policy, point, dist)
+        at = self.scored(policy, point, dist)
+        # the gate looks at what rounding makes of it
+        observe("log_ratio", at.logp - at.recorded, point.current())
+        return loss
+
+    def _distance(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
+        """Return the weighted divergences from the teachers, [B, L]."""
+        total: Tensor | float = 0.0
+        for i, (options, teacher) in enumerate(zip(self.teachers, self.loaded, strict=True)):
+            try:
+                teacher_dist = _reference(teacher, policy, point, dist)
+                if isinstance(dist, Gaussian):
+                    _check_steps(dist, teacher_dist)
+                each = dist.kl(teacher_dist, self.divergence)
+            except (RuntimeError, ValueError, KeyError) as error:
+                if isinstance(error, torch.OutOfMemoryError) or (
+                    isinstance(error, UserError) and options.remote is not None
+                ):
+                    raise
+                raise UserError(
+                    f"{_place(options, i)} cannot say what it would do in the policy's states, it "
+                    f"has another vocabulary, latent space or sampler: {error}"
+                ) from error
+            total = total + options.weight * each
+        assert isinstance(total, Tensor)
+        return total
+
+
+def _place(teacher: Teacher, number: int) -> str:
+    """Name the options of a teacher in the configuration."""
+    kind = "policy" if teacher.remote is None else "remote"
+    return f"objective.distill.teachers[{number}].{kind}"
+
+
+def _ready(teacher: Teacher, number: int) -> Policy | RemoteTeacher:
+    """Load a teacher, or a client of one."""
+    if teacher.remote is not None:
+        from mmrl.zoo.objectives.remote_teacher import RemoteTeacher
+
+        return RemoteTeacher(teacher.remote, _place(teacher, number))
+    assert teacher.policy is not None
+    return _frozen(teacher.policy())
+
+
+@torch.no_grad()
+def _reference(teacher: Policy | RemoteTeacher, policy: Policy, point: Point, dist: Dist) -> Dist:
+    """Return a teacher's distribution at a point where the policy's is ``dist``."""
+    if not isinstance(teacher, Policy):
+        return teacher.reference(point, dist)
+    if teacher.device != policy.device:
+        teacher.net.to(policy.device)
+    return teacher.dist(point)
+
+
+def _frozen(teacher: Policy) -> Policy:
+    teacher.net.requires_grad_(False)
+    return teacher
+
+
+def _check_steps(dist: Gaussian, teacher_dist: Dist) -> None:
+    """Raise ValueError where two models take steps of different noise: then samples of the one say
+    little of the other."""
+    if not isinstance(teacher_dist, Gaussian) or not torch.allclose(
+        dist.std.detach(), teacher_dist.std.to(dist.std), rtol=1e-3, atol=1e-6
+    ):
+        raise ValueError("the noise of a step differs: give both the same sde_type and noise_level")

@@ -1,0 +1,320 @@
+"""Cuts long answers off after some tokens and goes on with them in later iterations, under the
+weights of then: partial rollouts (Kimi team 2025, k1.5; Zhou et al. 2025, APRIL).
+
+A group waits until all its answers have ended. Whole groups then take the places of groups of that
+iteration which are cut off, so that every iteration trains on whole answers. Tokens keep the
+log-probs of the weights that drew them (``sampler_logprob``); ``logprob`` is scored under the
+weights of the iteration that trains, and the objective's ``importance_sampling`` corrects between
+the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.options import PartialRollout
+from mmrl.core import distributed
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError
+from mmrl.core.registry import STAGES
+from mmrl.core.types import Copies, Prompt, Rewards
+from mmrl.data.base import Curriculum
+from mmrl.policies.base import Drafts, Policy, RolloutContext
+from mmrl.policies.contracts import LimitsLength
+from mmrl.rollout.collect import media_of
+from mmrl.rollout.stages import Drawn, Sample, Setup
+from mmrl.zoo.stages.dynamic_sampling import exchanged
+from mmrl.zoo.stages.past import OldAnswers
+from samplers.noise import Rng
+
+NAMES = ("ids", "mask", "logprob")  # of what is stored of a group
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Holds the answers of a group of which some were cut off: ``ids``, ``mask`` and ``logprob``
+    [G, T] under the weights that drew each token. ``parts``: how often it was cut off."""
+
+    index: int  # of the prompt in the data
+    began: int  # iteration
+    parts: int
+    rows: Mapping[str, Tensor]
+
+
+@STAGES.register("partial_rollout")
+@dataclass
+class PartialRollouts(OldAnswers):
+    """Lets long answers be written over several iterations (``train.partial_rollout``)."""
+
+    options: PartialRollout
+    policy: Policy
+    prompts: Sequence[Prompt]
+    group_size: int
+    seed: int
+    waiting: list[Waiting] = field(default_factory=list)  # of all processes
+    continued: list[Waiting | None] = field(default_factory=list)  # in the call under way
+    saved_as = option = "partial_rollout"
+    effects = Effects(
+        idle_without_samples=True,
+        looks_at_samples=True,
+        changes_sampling=True,
+        exchanges_rows=True,
+        in_dry_run=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        can_go_on = isinstance(self.policy, LimitsLength) and self.policy.capabilities.drafts
+        if not can_go_on:
+            raise UserError(
+                f"train.partial_rollout: {type(self.policy).__name__} cannot go on with an answer "
+                f"that was cut off; it is for vlm"
+            )
+        self.limits = LimitsLength.of(self.policy)
+        if why := self.limits.cannot_go_on():
+            raise UserError(f"train.partial_rollout: {why}")
+        if isinstance(self.prompts, Curriculum):
+            raise UserError(
+                "train.partial_rollout: the data chooses prompts by how the last ones went, which "
+                "is not known of answers that wait; take data without a curriculum"
+            )
+        self.longest = self.limits.most_new_tokens()
+        if self.options.tokens >= self.longest:
+            raise UserError(
+                f"train.partial_rollout.tokens: {self.options.tokens} is no less than the policy's "
+                f"max_new_tokens, {self.longest}, so that nothing would be cut off"
+            )
+
+    @classmethod
+    def build(cls, setup: Setup) -> PartialRollouts | None:
+        options = setup.options.partial_rollout
+        if options is None:
+            return None
+        return cls(
+            options, setup.policy, setup.prompts, setup.options.group_size, setup.options.seed
+        )
+
+    def begin(self, iteration: int) -> None:
+        self.origins = {}
+        self.limits.set_max_new_tokens(self.options.tokens)
+
+    def context(self, context: RolloutContext) -> RolloutContext:
+        return replace(context, drafts=self._drafts) if self.continued else context
+
+    def groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        try:
+            return self._groups(drawn, iteration, sample)
+        finally:
+            self.limits.set_max_new_tokens(self.longest)  # evaluations write whole answers
+
+    def _groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        drawn = with_sampler(drawn)
+        cut = self._cut(drawn, 1)
+        waiting = [
+            self._waiting(drawn, group, self.origins[id(drawn.rollout.prompts[group])], iteration)
+            for group in cut
+            if id(drawn.rollout.prompts[group]) in self.origins
+        ]
+        places = list(cut)
+        due = [w for w in self.waiting if iteration - w.began <= self.options.age]
+        dropped = len(self.waiting) - len(due)
+        for parts in range(1, math.ceil(self.longest / self.options.tokens)):
+            resumed, entries = self._continue(
+                [w for w in due if w.parts == parts], parts, iteration, sample
+            )
+            if resumed is None:
+                continue
+            still = self._cut(resumed, parts + 1)
+            real = range(len(entries))
+            whole = [group for group in real if group not in still]
+            taken, left = whole[: len(places)], whole[len(places) :]
+            drawn = taken_over(drawn, resumed, taken, places[: len(taken)])
+            places = places[len(taken) :]
+            waiting += [
+                replace(
+                    entries[group], parts=parts + (group in still), rows=rows_of(resumed, group)
+                )
+                for group in real
+                if group in still or group in left
+            ]
+        self.waiting = self._of_all(waiting)
+        counts = torch.tensor([len(places), len(cut)], device=drawn.rollout.group.device)
+        unfinished, late = distributed.all_sum(counts).tolist()
+        return without_reward(drawn, places), {
+            "partial/waiting": len(self.waiting),
+            "partial/cut": late,
+            "partial/untrained": unfinished,
+            "partial/dropped": dropped,
+        }
+
+    def _cut(self, drawn: Drawn, parts: int) -> list[int]:
+        """List the groups with an answer that has not ended though it might still be longer."""
+        if parts * self.options.tokens >= self.longest:
+            return []
+        assert isinstance(drawn.media, list)
+        pairs = zip(drawn.media, drawn.rollout.group.tolist(), strict=True)
+        return sorted({group for answer, group in pairs if not getattr(answer, "finished", True)})
+
+    def _waiting(self, drawn: Drawn, group: int, index: int, iteration: int) -> Waiting:
+        return Waiting(index, iteration, 1, rows_of(drawn, group))
+
+    def _continue(
+        self, entries: list[Waiting], parts: int, iteration: int, sample: Sample
+    ) -> tuple[Drawn | None, list[Waiting]]:
+        """Go on with this process's share of groups that were cut off equally often. Every process
+        samples equally many, what fills up is thrown away; None if there are none on any."""
+        rank, size = distributed.world()
+        local = entries[rank::size]
+        most = -(-len(entries) // size)
+        if not most:
+            return None, []
+        self.limits.set_max_new_tokens(min((parts + 1) * self.options.tokens, self.longest))
+        filler = local or entries[:1]
+        self.continued = [*local, *[None] * (most - len(local))]
+        prompts = [self.prompts[(w or filler[0]).index] for w in self.continued]
+        rng = replace(Rng.of(self.seed, iteration, "partial", parts), offset=rank * most)
+        try:
+            resumed = with_sampler(sample(prompts, rng, self.group_size))
+        finally:
+            self.continued = []
+        return as_drawn(resumed, local), local
+
+    def _drafts(self, prompts: Sequence[Prompt], copies: Copies) -> Drafts:
+        """Return what the groups under way have so far, all of which stays."""
+        known = [w.rows for w in self.continued if w is not None]
+        longest = max((rows["ids"].shape[1] for rows in known), default=1)
+        columns: dict[str, Tensor] = {}
+        for name, kind in zip(NAMES, (torch.long, torch.bool, torch.float32), strict=True):
+            table = torch.zeros(len(self.continued), self.group_size, longest, dtype=kind)
+            for place, entry in enumerate(self.continued):
+                if entry is not None:
+                    stored = entry.rows[name]
+                    table[place, :, : stored.shape[1]] = stored.to(kind)
+            columns[name] = table.flatten(0, 1).to(self.policy.device)
+        every = torch.full((len(columns["ids"]),), torch.inf, device=self.policy.device)
+        return Drafts(
+            ids=columns["ids"], mask=columns["mask"], logprob=columns["logprob"], lenience=every
+        )
+
+    def _of_all(self, local: Sequence[Waiting]) -> list[Waiting]:
+        """Gather what waits on all processes, the oldest first; a collective call."""
+        tensors, plain = _packed(local)
+        gathered = zip(
+            distributed.all_gather_tensors(tensors),
+            distributed.all_gather_json([plain]),
+            strict=True,
+        )
+        every = [entry for part, names in gathered for entry in _unpacked(part, names)]
+        return sorted(every, key=lambda entry: entry.began)
+
+    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
+        return _packed(self.waiting)
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        self.waiting = [
+            entry for entry in _unpacked(tensors, plain or []) if entry.index < len(self.prompts)
+        ]
+
+
+def with_sampler(drawn: Drawn) -> Drawn:
+    """Record which log-probs the tokens were drawn with, where that is not known."""
+    known = drawn.rollout.provenance
+    if known.sampler_logprob is not None:
+        return drawn
+    provenance = known.replace(sampler_logprob=drawn.rollout.logprob.clone())
+    return replace(drawn, rollout=drawn.rollout.replace(provenance=provenance))
+
+
+def as_drawn(resumed: Drawn, local: Sequence[Waiting]) -> Drawn:
+    """Put the log-probs of the weights that drew the tokens of earlier iterations in their
+    places."""
+    sampler = resumed.rollout.provenance.sampler_logprob
+    assert sampler is not None
+    sampler = sampler.clone()
+    for group, entry in enumerate(local):
+        rows = (resumed.rollout.group == group).nonzero()[:, 0]
+        mask = entry.rows["mask"].to(sampler.device)
+        width = mask.shape[1]
+        drawn_with = entry.rows["logprob"].to(sampler)
+        sampler[rows, :width] = torch.where(mask, drawn_with, sampler[rows, :width])
+    provenance = resumed.rollout.provenance.replace(sampler_logprob=sampler)
+    return replace(resumed, rollout=resumed.rollout.replace(provenance=provenance))
+
+
+def rows_of(drawn: Drawn, group: int) -> dict[str, Tensor]:
+    """Return what is stored of a group."""
+    rollout = drawn.rollout
+    rows = (rollout.group == group).nonzero()[:, 0]
+    sampler = rollout.provenance.sampler_logprob
+    assert sampler is not None
+    columns = {"ids": rollout.sample, "mask": rollout.mask, "logprob": sampler}
+    longest = int(rollout.mask[rows].sum(1).max())
+    return {name: value[rows, :longest].cpu() for name, value in columns.items()}
+
+
+def taken_over(drawn: Drawn, resumed: Drawn, chosen: Sequence[int], places: Sequence[int]) -> Drawn:
+    """Put whole groups in the places of groups that were cut off, of which no statistics are
+    kept: they will be sampled to their end."""
+    if not chosen:
+        return drawn
+    order = torch.cat([(resumed.rollout.group == group).nonzero()[:, 0] for group in chosen])
+    size = len(order) // len(chosen)
+    group = torch.arange(len(chosen), device=order.device).repeat_interleave(size)
+    cond = _conditions(resumed.rollout.cond, chosen)
+    rollout = resumed.rollout[order].replace(
+        group=group, cond=cond, prompts=tuple(resumed.rollout.prompts[g] for g in chosen)
+    )
+    rewards = {name: value[order] for name, value in resumed.rewards.items()}
+    picked = Drawn(
+        rollout, media_of(resumed.media, order), Rewards(rewards, resumed.rewards.weights)
+    )
+    return replace(exchanged(drawn, picked, list(places)), gave_way=drawn.gave_way)
+
+
+def without_reward(drawn: Drawn, groups: Sequence[int]) -> Drawn:
+    """Leave groups out of training: their answers go on, and are scored when they have ended."""
+    if not groups:
+        return drawn
+    open_rows = torch.isin(
+        drawn.rollout.group, torch.tensor(groups, device=drawn.rollout.group.device)
+    )
+    rewards = {
+        name: torch.where(open_rows.view(-1, *[1] * (value.ndim - 1)), torch.nan, value)
+        for name, value in drawn.rewards.items()
+    }
+    return replace(drawn, rewards=Rewards(rewards, drawn.rewards.weights))
+
+
+def _conditions(cond: Any, chosen: Sequence[int]) -> Any:
+    """Take the conditions of these prompts out of those of all."""
+    if isinstance(cond, list):
+        return [cond[group] for group in chosen]
+    if isinstance(cond, dict):
+        return {key: _conditions(value, chosen) for key, value in cond.items()}
+    return cond[torch.tensor(chosen, device=cond.device)] if isinstance(cond, Tensor) else cond
+
+
+def _packed(entries: Sequence[Waiting]) -> tuple[dict[str, Tensor], Any]:
+    tensors = {
+        f"{place}/{name}": value.contiguous()
+        for place, entry in enumerate(entries)
+        for name, value in entry.rows.items()
+    }
+    return tensors, [[entry.index, entry.began, entry.parts] for entry in entries]
+
+
+def _unpacked(tensors: Mapping[str, Tensor], plain: Any) -> list[Waiting]:
+    return [
+        Waiting(index, began, parts, {name: tensors[f"{place}/{name}"] for name in NAMES})
+        for place, (index, began, parts) in enumerate(plain)
+    ]

@@ -1,0 +1,260 @@
+"""Lets the policy improve an answer by what is asked of it: RGR-GRPO's offline guidance (2025), and
+EDGE-GRPO's guided error correction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mmrl.advantages.groups import measured
+from mmrl.config.options import Refinement
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError, called
+from mmrl.core.registry import STAGES
+from mmrl.core.types import Prompt, Rewards, Rollout
+from mmrl.rollout.collect import evenly, rescored
+from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
+from mmrl.zoo.stages.answers import Answer
+from mmrl.zoo.stages.insertion import demonstrated
+from mmrl.zoo.stages.past import Remembered, inserted, with_marks
+from samplers.noise import Rng
+
+
+@STAGES.register("refinement")
+class Refined(KnowsPrompts):
+    """Puts an improved answer in groups whose best one leaves room, or corrects wrong ones
+    (``train.refinement``).
+
+    The policy sees its best answer and the criteria, and answers once more; what it writes is
+    scored, and trained on, as an answer to the prompt without them (RGR-GRPO). With ``corrections``
+    wrong answers are continued, corrected or exchanged for a solution where they stand (EDGE-GRPO).
+    """
+
+    option = "refinement"
+    effects = Effects(
+        idle_without_samples=True,
+        looks_at_samples=True,
+        exchanges_rows=True,
+        in_dry_run=False,
+    )
+
+    def __init__(self, options: Refinement, setup: Setup):
+        self.options = options
+        self.setup = setup
+        self.grows = options.place == "append" and options.corrections is None
+        self.origins: dict[int, Prompt] = {}
+
+    @classmethod
+    def unfit(cls, options: Refinement, policy: Any) -> Iterator[tuple[str, str]]:
+        can = policy.capabilities
+        if can.makes != "text":
+            yield (
+                "",
+                f"{called(policy)} reads no criticism of its answers; it is for policies that "
+                f"write texts",
+            )
+        if options.corrections and options.corrections.continued and not can.one_pass:
+            yield (
+                "corrections",
+                f"{called(policy)} cannot go on with an answer; set continued to 0, or take a "
+                f"policy that writes token by token",
+            )
+
+    @classmethod
+    def build(cls, setup: Setup) -> Refined | None:
+        options = setup.options.refinement
+        if options is None:
+            return None
+        if setup.policy.capabilities.makes != "text":
+            raise UserError(
+                f"train.refinement: {type(setup.policy).__name__} reads no criticism of its "
+                f"answers; it is for policies that write texts"
+            )
+        fields = [] if options.failed_by else [options.feedback]
+        fields += [] if options.corrections is None else [options.corrections.field]
+        if fields and all(prompt.get(name) is None for prompt in setup.prompts for name in fields):
+            raise UserError(
+                f"train.refinement: no prompt has the field {options.feedback!r}; set feedback to "
+                f"the one that says what a good answer has"
+            )
+        if options.failed_by is not None and criteria(setup, options.failed_by) is None:
+            raise UserError(
+                f"train.refinement.failed_by: {options.failed_by!r} is no reward of this run that "
+                f"goes through criteria; name one such as judge_checklist, or leave it out"
+            )
+        return cls(options, setup)
+
+    def groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        active = self.options.until is None or iteration < self.options.until
+        if self.options.corrections is not None:
+            wrong = self._wrong(drawn, iteration) if active else []
+            mixed, count = self._corrected(drawn, iteration, sample, wrong)
+            return mixed, {"refinement/corrected": count}
+        due = self._questions(drawn) if active else []
+        better, count = self._asked(drawn, iteration, sample, [question for _, question in due])
+        mixed = drawn
+        if better is not None:
+            mixed = self._joined(drawn, better.rollout, [group for group, _ in due], iteration)
+        elif self.grows:
+            mixed = inserted(self.setup.policy, drawn, [], True)
+        return mixed, {"refinement/groups": count}
+
+    def _asked(
+        self, drawn: Drawn, iteration: int, sample: Sample, questions: Sequence[Prompt]
+    ) -> tuple[Drawn | None, int]:
+        """Sample an answer to each question, and tell how many there are on all processes, which
+        draw equally many, as sharded models need; None where there are none."""
+        share = evenly(len(questions), drawn.rollout.group.device)
+        if not share.total:
+            return None, 0
+        idle = [drawn.rollout.prompts[0]] * share.idle
+        rng = Rng.of(self.setup.options.seed, iteration, "refine")
+        return sample([*questions, *idle], replace(rng, offset=share.offset), 1), share.total
+
+    # the best answer, improved
+
+    def _joined(self, drawn: Drawn, better: Rollout, groups: list[int], iteration: int) -> Drawn:
+        """Put the answers, the first ones of ``better``, in their groups, scored as answers to
+        these prompts. A collective call."""
+        policy = self.setup.policy
+        old_prompts = drawn.rollout.prompts
+        idle = [0] * (len(better) - len(groups))
+        asked_again = tuple(old_prompts[group] for group in [*groups, *idle])
+        device = better.group.device
+        places = torch.arange(len(better), device=device)
+        rows = better.replace(group=places, prompts=asked_again, cond=None)
+        written = torch.ones_like(places, dtype=torch.bool)
+        marks = rows.provenance.replace(is_ground_truth=written, is_replayed=written)
+        rows = rows.replace(provenance=marks)
+        if self.options.logprob == "one":
+            rows = rows.replace(logprob=torch.zeros_like(rows.logprob))
+        rewards = self.setup.score(rows)
+        chosen = []
+        for place, group in enumerate(groups):
+            values = {name: value[place : place + 1] for name, value in rewards.items()}
+            row = rows[place : place + 1].replace(prompts=())
+            entry = Remembered(-1, iteration, row, Rewards(values, rewards.weights))
+            chosen.append((group, entry))
+        mixed = inserted(
+            policy, replace(drawn, rollout=with_marks(drawn.rollout)), chosen, self.grows
+        )
+        if self.options.logprob != "current":
+            return mixed  # a ratio divides by what is recorded, as of answers of other weights
+        rollout = mixed.rollout
+        new = rollout.provenance.is_replayed
+        assert new is not None
+        with self.setup.behavior():
+            logprob = rescored(policy, rollout, new)
+        provenance = rollout.provenance.replace(is_replayed=torch.zeros_like(new))
+        return replace(mixed, rollout=rollout.replace(logprob=logprob, provenance=provenance))
+
+    def _questions(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
+        """List groups with room, and what is asked of the policy."""
+        rollout = drawn.rollout
+        double, groups = measured(drawn.rewards.per_row(), rollout)
+        total = torch.where(groups.present, double.total(), -torch.inf).tolist()
+        best: dict[int, int] = {}
+        for row, group in enumerate(rollout.group.tolist()):
+            if group not in best or total[row] > total[best[group]]:
+                best[group] = row
+        rows = [
+            (group, row, self.origins.get(id(rollout.prompts[group]), {}))
+            for group, row in sorted(best.items())
+            if -torch.inf < total[row] < self.options.threshold
+        ]
+        rows = [(group, row, prompt) for group, row, prompt in rows if prompt]
+        prompts = [prompt for _, _, prompt in rows]
+        answers = [drawn.media[row] for _, row, _ in rows]
+        questions = []
+        for (group, _, prompt), answer, feedback in zip(
+            rows, answers, self._feedback(answers, prompts), strict=True
+        ):
+            if feedback:
+                text = self.options.template.format(
+                    text=prompt["text"], answer=str(answer), feedback=listed(feedback)
+                )
+                questions.append((group, {**prompt, "text": text}))
+        return questions
+
+    def _feedback(self, answers: list[Any], prompts: list[Prompt]) -> list[Any]:
+        """Return what is shown with each answer: the criteria of its prompt, or those that it
+        fails."""
+        if self.options.failed_by is None:
+            return [prompt.get(self.options.feedback) for prompt in prompts]
+        unmet = criteria(self.setup, self.options.failed_by)
+        assert unmet is not None
+        return unmet(answers, prompts) if prompts else []
+
+    # wrong answers, corrected
+
+    def _wrong(self, drawn: Drawn, iteration: int) -> list[Wrong]:
+        """List the answers below the threshold that are corrected, and how."""
+        options = self.options.corrections
+        assert options is not None
+        rollout = drawn.rollout
+        double, groups = measured(drawn.rewards.per_row(), rollout)
+        below = (double.total() < self.options.threshold) & groups.present
+        rng = Rng.of(self.setup.options.seed, iteration, "correct")
+        draws = rng.uniform(rollout.row_id, (1,))[:, 0].tolist()
+        of_rows = rollout.group.tolist()
+        wrong = []
+        for row in below.nonzero()[:, 0].tolist():
+            prompt = self.origins.get(id(rollout.prompts[of_rows[row]]), {})
+            text = str(drawn.media[row])
+            right = prompt.get(self.options.feedback)
+            solution = prompt.get(options.field)
+            if draws[row] < options.continued and prompt:
+                wrong.append(Wrong(of_rows[row], row, prompt, text + options.cue, True))
+            elif draws[row] < options.continued + options.answer + options.solution:
+                solved = draws[row] >= options.continued + options.answer and solution is not None
+                if solved or right is not None:
+                    corrected = text + options.correction.format(feedback=listed(right))
+                    text = str(solution) if solved else corrected
+                    wrong.append(Wrong(of_rows[row], row, prompt, text, False))
+        return wrong
+
+    def _corrected(
+        self, drawn: Drawn, iteration: int, sample: Sample, wrong: list[Wrong]
+    ) -> tuple[Drawn, float]:
+        """Put corrected answers in the places of wrong ones; a collective call."""
+        questions = [{**each.prompt, "prefill": each.text} for each in wrong if each.goes_on]
+        continued, _ = self._asked(drawn, iteration, sample, questions)
+        whole = iter(() if continued is None else continued.media)
+        due = [
+            (each.group, each.prompt, Answer(str(next(whole)) if each.goes_on else each.text))
+            for each in wrong
+        ]
+        rows = [each.row for each in wrong]
+        return demonstrated(self.setup, drawn, due, "current", False, iteration, rows)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Holds what takes the place of a wrong answer: a text, with which the policy may go on."""
+
+    group: int
+    row: int
+    prompt: Prompt  # as it stands in the data
+    text: str
+    goes_on: bool
+
+
+def criteria(setup: Setup, name: str) -> Callable[[list[Any], list[Prompt]], list[Any]] | None:
+    """Find what lists the criteria that answers fail, of the reward called ``name``; None where it
+    has none, or there is no such reward."""
+    reward = setup.rewards.get(name)
+    unmet = getattr(getattr(reward, "reward", reward), "unmet", None)
+    return unmet if callable(unmet) else None
+
+
+def listed(feedback: Any) -> str:
+    """Write criteria down, one a line."""
+    if not isinstance(feedback, (list, tuple)):
+        return str(feedback)
+    items = (item[0] if isinstance(item, (list, tuple)) else item for item in feedback)
+    return "\n".join(f"- {item}" for item in items)

@@ -1,0 +1,158 @@
+"""Trains on answers of earlier iterations again, where the answers of this one teach nothing
+(AVATAR).
+
+A group whose rewards are all equal has no advantage. It is replaced by a remembered one whose
+rewards differ, with the log-probs recorded when it was sampled: the ratio of such a row is that of
+the weights now over those of then, which the surrogate clips as it clips any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.options import Reuse
+from mmrl.core import distributed
+from mmrl.core.registry import STAGES
+from mmrl.core.types import Prompt, Rewards, Rollout
+from mmrl.policies.base import Policy
+from mmrl.rollout.collect import joined
+from mmrl.rollout.stages import Drawn, Sample, Setup, group_sizes
+from mmrl.zoo.stages.dynamic_sampling import exchanged, flat_groups
+from mmrl.zoo.stages.past import (
+    OldAnswers,
+    Remembered,
+    beside,
+    fits,
+    marked,
+    of_all_processes,
+    packed,
+    remembered,
+    unpacked,
+)
+
+
+@STAGES.register("replay_buffer")
+@dataclass
+class ReplayBuffer(OldAnswers):
+    """Replaces groups that teach nothing by old answers of the same process
+    (``train.replay_buffer``).
+
+    ``prompts``: the data, whose entries are remembered by their places.
+    """
+
+    options: Reuse
+    policy: Policy
+    prompts: Sequence[Prompt]
+    entries: list[Remembered] = field(default_factory=list)
+    saved_as = "memory"
+    option = "replay_buffer"
+    effects = replace(OldAnswers.effects, renames_rows=True, returns_rows=True)
+
+    @classmethod
+    def build(cls, setup: Setup) -> ReplayBuffer | None:
+        options = setup.options.replay_buffer
+        return cls(options, setup.policy, setup.prompts) if options else None
+
+    def groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        """Replace groups of equal rewards by remembered ones, as far as there are any; then
+        remember the others."""
+        self.entries = [
+            entry for entry in self.entries if iteration - entry.iteration <= self.options.age
+        ]
+        count = len(drawn.rollout.prompts)
+        # one stays, so that every process has something of this iteration to measure
+        flat = flat_groups(drawn)[: min(int(self.options.share * count + 1e-9), count - 1)]
+        places, best = self._match(flat, group_sizes(drawn.rollout), drawn.rollout)
+        fresh = self._worth(drawn, iteration)
+        mixed = replace(drawn, rollout=marked(drawn.rollout, False))
+        if best:
+            mixed = exchanged(mixed, self._recalled(best, mixed.rollout), places)
+        for entry in best:
+            entry.used += 1
+        left = [entry for entry in self.entries if entry.used < self.options.times]
+        self.entries = sorted(
+            [*left, *fresh], key=lambda entry: (-entry.spread(), -entry.iteration)
+        )[: self.options.size]
+        self.origins = {}
+        ages = sum(iteration - entry.iteration for entry in best)
+        device = drawn.rollout.group.device
+        sums = distributed.all_sum(
+            torch.tensor([len(best), ages, len(self.entries)], device=device).double()
+        ).tolist()
+        return mixed, {
+            "reuse/groups": sums[0],
+            "reuse/age": sums[1] / max(sums[0], 1),
+            "reuse/remembered": sums[2],
+        }
+
+    def _match(
+        self, flat: Sequence[int], sizes: Sequence[int], rollout: Rollout
+    ) -> tuple[list[int], list[Remembered]]:
+        """Find the best remembered group of the same size for each of the groups ``flat``, as far
+        as there is one."""
+        left = sorted(
+            self.entries, key=lambda entry: (-entry.spread(), -entry.iteration, entry.index)
+        )
+        places = []
+        entries = []
+        for group in flat:
+            fitting = (
+                entry
+                for entry in left
+                if len(entry.rollout) == sizes[group] and fits(entry, rollout)
+            )
+            if entry := next(fitting, None):
+                left = [rest for rest in left if rest is not entry]
+                places.append(group)
+                entries.append(entry)
+        return places, entries
+
+    def state_dict(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """Return the entries of all processes, with the ``rank`` of each; a collective call."""
+        parts = of_all_processes(self.entries, len(self.prompts))
+        tensors, plain = packed([entry for part in parts for entry in part])
+        ranks = [rank for rank, part in enumerate(parts) for _ in part]
+        return tensors, [{**of, "rank": rank} for of, rank in zip(plain, ranks, strict=True)]
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        """Take up the entries of this process; with another number of processes, its share."""
+        rank, processes = distributed.world()
+        every = unpacked(tensors, plain, len(self.prompts))
+        ranks = [of.get("rank", 0) for of in plain or () if of["index"] < len(self.prompts)]
+        chosen = zip(every, ranks, strict=True)
+        self.entries = [entry for entry, owner in chosen if owner % processes == rank]
+
+    def _worth(self, drawn: Drawn, iteration: int) -> list[Remembered]:
+        """Make entries of the groups of ``drawn`` that could teach something later."""
+        rollout = drawn.rollout
+        entries = []
+        useless = set(flat_groups(drawn))
+        for group, prompt in enumerate(rollout.prompts):
+            rows = (rollout.group == group).nonzero()[:, 0]
+            if id(prompt) in self.origins and group not in useless and len(rows) > 1:
+                entry = remembered(drawn, rows, self.origins[id(prompt)], iteration)
+                if not entry.total().isnan().any():
+                    entries.append(entry)
+        return entries
+
+    def _recalled(self, chosen: Sequence[Remembered], rollout: Rollout) -> Drawn:
+        """Recall the chosen answers, to prompts that are encoded anew."""
+        cond, prompts = self.replays.recall([self.prompts[entry.index] for entry in chosen])
+        parts = [
+            beside(entry, rollout).replace(prompts=(prompt,))
+            for entry, prompt in zip(chosen, prompts, strict=True)
+        ]
+        whole = joined(parts).replace(cond=cond)
+        names = chosen[0].rewards
+        rewards = {
+            name: torch.cat([entry.rewards[name] for entry in chosen]).to(rollout.logprob)
+            for name in names
+        }
+        return Drawn(whole, self.policy.decode(whole), Rewards(rewards, names.weights))

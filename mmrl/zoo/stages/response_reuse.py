@@ -1,0 +1,283 @@
+"""Puts answers of earlier iterations in the groups of their prompts: AR3PO's response reuse (Zhang
+et al. 2025), RePO (Li et al. 2025), RLEP (Zhang et al. 2025), ReMix (Liang et al. 2025).
+
+Every process remembers the answers of all processes, so that training is the same on any number of
+them. A reused answer keeps the log-probs recorded when it was sampled, as those of the replay
+buffer do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.advantages.groups import measured
+from mmrl.config.options import ResponseReuse
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.registry import STAGES
+from mmrl.core.types import Prompt, Rollout
+from mmrl.core.weight_files import read_tensors
+from mmrl.policies.base import Policy
+from mmrl.rollout.collect import rescored
+from mmrl.rollout.stages import Drawn, Sample, Setup
+from mmrl.zoo.stages.past import (
+    OldAnswers,
+    Remembered,
+    fits,
+    inserted,
+    of_all_processes,
+    packed,
+    remembered,
+    unpacked,
+)
+from samplers.noise import Rng
+
+Chosen = list[tuple[int, Remembered]]  # groups, and answers that they get
+
+
+@STAGES.register("response_reuse")
+@dataclass
+class ReusedResponses(OldAnswers):
+    """Puts remembered answers to the same prompt in its group (``train.response_reuse``).
+
+    By default AR3PO: the last right answer takes the place of the last of an all-wrong group (our
+    reading). The reward it earned then still counts, so it must not depend on the iteration. RePO
+    is ``{threshold: null, when: always, number: 8, per_prompt: 64, place: append, apart: true}``
+    with a ``strategy``; RLEP ``{when: always, number: 2, strategy: random, place: append, logprob:
+    current, start: runs/first, learn: false}``: the pool is what a first run remembered; ReMix's
+    mixed policy gradient ``{threshold: null, when: always, place: append, logprob: current}`` with
+    the objective's ``importance_sampling``.
+    """
+
+    options: ResponseReuse
+    policy: Policy
+    prompts: Sequence[Prompt]
+    seed: int = 0
+    behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
+    entries: dict[int, list[Remembered]] = field(default_factory=dict)
+    levels: dict[int, float] = field(default_factory=dict)  # moving mean rewards, with strata
+    saved_as = option = "response_reuse"
+    effects = replace(OldAnswers.effects, renames_rows=True, returns_rows=True, in_dry_run=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.grows = self.options.place == "append"
+        self.apart = "is_replayed" if self.options.apart else ""
+        if self.options.start is not None:
+            self._keep(stored(self.options.start, self.prompts))
+
+    @classmethod
+    def build(cls, setup: Setup) -> ReusedResponses | None:
+        options = setup.options.response_reuse
+        if options is None:
+            return None
+        return cls(options, setup.policy, setup.prompts, setup.options.seed, setup.behavior)
+
+    def begin(self, iteration: int) -> None:
+        self.origins = {}
+
+    def groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        rollout = drawn.rollout
+        if rollout.edge_id is not None:
+            raise UserError(
+                "train.response_reuse: the samples of a tree share their beginnings and cannot "
+                "be chosen one by one; sample without policy.tree"
+            )
+        self._forget(iteration)
+        right = self._right(drawn)
+        origins = [self.origins.get(id(prompt), -1) for prompt in rollout.prompts]
+        active = self.options.until is None or iteration < self.options.until
+        chosen = self._chosen(rollout, right, origins, iteration) if active else []
+        if self.options.strata is not None:
+            self._follow(drawn, origins)
+        if self.options.learn and active:
+            self._remember(drawn, right, origins, iteration)
+        ages = sum(max(iteration - entry.iteration, 0) for _, entry in chosen)
+        groups = len({group for group, _ in chosen})
+        sums = distributed.all_sum(
+            torch.tensor([groups, ages, len(chosen)], device=rollout.group.device).double()
+        ).tolist()
+        mixed = inserted(self.policy, drawn, chosen, self.grows)
+        if self.options.logprob == "current":
+            mixed = replace(mixed, rollout=self._current(mixed.rollout))
+        return mixed, {
+            "response_reuse/groups": sums[0],
+            "response_reuse/age": sums[1] / max(sums[2], 1),
+            "response_reuse/remembered": sum(map(len, self.entries.values())),
+        }
+
+    def _right(self, drawn: Drawn) -> Tensor:
+        """Tell which rows are right, [B] bool on the CPU; without a threshold all that were
+        scored."""
+        double, groups = measured(drawn.rewards.per_row(), drawn.rollout)
+        threshold = -torch.inf if self.options.threshold is None else self.options.threshold
+        return ((double.total() > threshold) & groups.present).cpu()
+
+    def _chosen(
+        self, rollout: Rollout, right: Tensor, origins: Sequence[int], iteration: int
+    ) -> Chosen:
+        """Choose which groups get which answers."""
+        sizes = rollout.group.bincount(minlength=len(origins)).tolist()
+        solved = set(rollout.group.cpu()[right].tolist())
+        chosen: Chosen = []
+        for group, index in enumerate(origins):
+            needed = self.options.when == "always" or group not in solved
+            if not sizes[group] or not needed:
+                continue
+            most = self.options.number if self.grows else min(self.options.number, sizes[group] - 1)
+            answers = [e for e in self.entries.get(index, []) if fits(e, rollout)]
+            rng = Rng.of(self.seed, iteration, "reuse", index)
+            picked = PICKS[self.options.strategy](answers, most, rng)
+            chosen += [(group, e) for e in (picked if self.grows else picked[:most])]
+        return chosen
+
+    def _remember(
+        self, drawn: Drawn, right: Tensor, origins: Sequence[int], iteration: int
+    ) -> None:
+        """Remember the first right answers of this iteration to every prompt, of all processes."""
+        rollout = drawn.rollout
+        foreign = rollout.provenance.is_replayed
+        fresh = right if foreign is None else right & ~foreign.cpu()
+        rows: dict[int, list[int]] = {}
+        group = rollout.group.tolist()
+        for row in fresh.nonzero()[:, 0].tolist():
+            of_prompt = rows.setdefault(origins[group[row]], [])
+            if len(of_prompt) < self.options.per_prompt:
+                of_prompt.append(row)
+        device = rollout.group.device
+        local = [
+            remembered(drawn, torch.tensor([row], device=device), index, iteration)
+            for index, of_prompt in rows.items()
+            if index >= 0
+            for row in of_prompt
+        ]
+        self._keep([e for part in of_all_processes(local, len(self.prompts)) for e in part])
+
+    def _keep(self, fresh: Sequence[Remembered]) -> None:
+        """Add answers; of a prompt the newest stay, and of prompts those answered last."""
+        for entry in fresh:
+            answers = self.entries.pop(entry.index, [])  # the newest stand last
+            self.entries[entry.index] = [*answers, entry][-self.options.per_prompt :]
+        for index in self._too_many():
+            del self.entries[index]
+
+    def _too_many(self) -> list[int]:
+        """List the prompts that leave the memory, of every stratum those answered longest ago."""
+        if self.options.strata is None:
+            return list(self.entries)[: -self.options.size]
+        strata = stratified(self.levels, self.options.strata)
+        leaving = []
+        for number, share in enumerate(self.options.strata):
+            held = [index for index in self.entries if strata.get(index, 1) == number]
+            leaving += held[: max(len(held) - max(1, round(share * self.options.size)), 0)]
+        return leaving
+
+    def _follow(self, drawn: Drawn, origins: Sequence[int]) -> None:
+        """Move the mean rewards of the prompts of all processes."""
+        double, groups = measured(drawn.rewards.per_row(), drawn.rollout)
+        names = drawn.rollout.group.unique().tolist()
+        means = groups.mean(double.total()).tolist()
+        rows = [(origins[g], mean) for g, mean in zip(names, means, strict=True) if mean == mean]
+        for index, mean in distributed.all_gather_json(rows, drawn.rollout.group.device):
+            before = self.levels.get(index, mean)
+            self.levels[index] = before + self.options.rate * (mean - before)
+
+    def _forget(self, iteration: int) -> None:
+        oldest = iteration - self.options.age
+        left = {
+            i: [e for e in answers if e.iteration < 0 or e.iteration >= oldest]
+            for i, answers in self.entries.items()
+        }
+        self.entries = {index: answers for index, answers in left.items() if answers}
+
+    def _current(self, rollout: Rollout) -> Rollout:
+        """Record the log-probs under the weights of now; those that sampled stay beside them."""
+        provenance = rollout.provenance
+        assert provenance.is_replayed is not None
+        with self.behavior():
+            logprob = rescored(self.policy, rollout, provenance.is_replayed)
+        sampler = rollout.logprob
+        if provenance.sampler_logprob is not None:
+            old = provenance.is_replayed[:, None]
+            sampler = torch.where(old, sampler, provenance.sampler_logprob)
+        return rollout.replace(
+            logprob=logprob, provenance=provenance.replace(sampler_logprob=sampler)
+        )
+
+    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
+        """Return the answers, which every process knows, and the mean rewards of prompts."""
+        tensors, plain = packed([entry for answers in self.entries.values() for entry in answers])
+        return tensors, {"entries": plain, "levels": list(self.levels.items())}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        plain = plain if isinstance(plain, dict) else {"entries": plain}  # as it was once
+        self.entries = {}
+        self.levels = {int(index): mean for index, mean in plain.get("levels", ())}
+        self._keep(unpacked(tensors, plain["entries"], len(self.prompts)))
+
+
+def _varied(answers: Sequence[Remembered], most: int, rng: Rng) -> Sequence[Remembered]:
+    """Take those whose rewards have the largest variance: some of the worst and of the best."""
+    order = sorted(answers, key=lambda entry: float(entry.total()))
+    most = min(most, len(order))
+    rewards = torch.cat([entry.total() for entry in order]) if order else torch.zeros(0)
+    worst = [torch.cat([rewards[:k], rewards[len(order) - most + k :]]) for k in range(most + 1)]
+    k = max(range(most + 1), key=lambda n: float(worst[n].var(correction=0)) if most else 0.0)
+    return [*order[:k], *order[len(order) - most + k :]]
+
+
+def _best(answers: Sequence[Remembered], most: int, rng: Rng) -> Sequence[Remembered]:
+    newest_first = list(reversed(answers))
+    return sorted(newest_first, key=lambda entry: -float(entry.total()))[:most]
+
+
+def _random(answers: Sequence[Remembered], most: int, rng: Rng) -> Sequence[Remembered]:
+    return [answers[place] for place in rng.permutation(len(answers)).tolist()[:most]]
+
+
+PICKS: dict[str, Callable[[Sequence[Remembered], int, Rng], Sequence[Remembered]]] = {
+    "recency": lambda answers, most, rng: answers[max(len(answers) - most, 0) :],
+    "full_scope": lambda answers, most, rng: answers,
+    "reward": _best,
+    "variance": _varied,
+    "random": _random,
+}
+
+
+def stratified(levels: Mapping[int, float], shares: Sequence[float]) -> dict[int, int]:
+    """Sort prompts by their mean rewards into easy 0, medium 1 and hard 2: the last share of them
+    are the lowest, the first the highest."""
+    order = sorted(levels, key=lambda index: (levels[index], index))
+    hard = round(shares[2] * len(order))
+    easy = len(order) - round(shares[0] * len(order))
+    return {
+        index: 2 if place < hard else 0 if place >= easy else 1 for place, index in enumerate(order)
+    }
+
+
+def stored(path: Path, prompts: Sequence[Prompt]) -> list[Remembered]:
+    """Read the answers that a run, or one of its checkpoints, remembered; they never age."""
+    folders = [
+        path,
+        *sorted(path.glob("iteration-*")),
+        *sorted(path.glob("checkpoints/iteration-*")),
+    ]
+    known = [folder for folder in folders if (folder / "response_reuse.safetensors").is_file()]
+    if not known:
+        raise UserError(
+            f"train.response_reuse.start: {path} has no checkpoint with remembered answers; name "
+            f"the folder of a run that was trained with train.response_reuse"
+        )
+    plain = json.loads((known[-1] / "state.json").read_text())["meta"]["response_reuse"]["entries"]
+    entries = unpacked(read_tensors(known[-1] / "response_reuse.safetensors"), plain, len(prompts))
+    return [replace(entry, iteration=-1) for entry in entries]

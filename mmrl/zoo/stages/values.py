@@ -1,0 +1,125 @@
+"""Predicts what every prompt is worth, by a value model that learns beside the policy: for the
+advantage ``pvpo`` (A-LoL) and the data source ``pcl`` (Prompt Curriculum Learning)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.advantages.groups import measured
+from mmrl.config.options import PromptValue
+from mmrl.core import distributed
+from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError, called
+from mmrl.core.registry import STAGES
+from mmrl.core.types import Prompt
+from mmrl.data.base import Curriculum
+from mmrl.policies.contracts import ReadsPrompts
+from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
+from mmrl.zoo.advantages.baseline import read_references
+from mmrl.zoo.stages.value_network import ValueNetwork
+
+
+@STAGES.register("prompt_value")
+class PromptValues(KnowsPrompts):
+    """Predicts the reward of every prompt by the policy's network and a head
+    (``train.prompt_value``).
+
+    Rows get the value of their prompt before the model learns from the rewards of this iteration.
+    """
+
+    saved_as = option = "prompt_value"
+    effects = Effects(idle_without_samples=True, looks_at_samples=True)
+
+    def __init__(self, options: PromptValue, setup: Setup):
+        self.options = options
+        self.prompts = setup.prompts
+        self.network = ValueNetwork(setup.policy, options, setup.options.seed)
+        self.origins: dict[int, Prompt] = {}
+        self.fitted = options.path is None
+        self.references = {} if options.path is None else read_references(options.path, options.key)
+        if self.references and not any(self._names(prompt) for prompt in self.prompts):
+            raise UserError(
+                f"train.prompt_value: {options.path} has no reward for any prompt of the data; key "
+                f"names the field of a prompt that its lines repeat"
+            )
+        if isinstance(self.prompts, Curriculum):
+            self.prompts.predict_by(self._predict)
+
+    @classmethod
+    def unfit(cls, options: PromptValue, policy: Any) -> Iterator[tuple[str, str]]:
+        if options.base == "trained" and not ReadsPrompts.kept_by(policy):
+            yield (
+                "",
+                f"base: trained is for policies whose own network reads the prompt (vlm); "
+                f"{called(policy)} sees what an encoder makes of it: set base to frozen",
+            )
+
+    @classmethod
+    def build(cls, setup: Setup) -> PromptValues | None:
+        options = setup.options.prompt_value
+        return None if options is None else cls(options, setup)
+
+    def groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        self._fit()
+        rollout = drawn.rollout
+        known = [self.origins.get(id(prompt), prompt) for prompt in rollout.prompts]
+        values = self.network.of(known)
+        of_rows = values[rollout.group]
+        count = torch.tensor(float(len(known)), device=values.device).double()
+        mean, number = distributed.all_sum(torch.stack([values.sum(), count])).tolist()
+        metrics = {"prompt_value/mean": mean / number}
+        if self.options.learn:
+            metrics["prompt_value/error"] = self._learn(drawn)
+        return replace(drawn, rollout=rollout.replace(value=of_rows.to(rollout.logprob))), metrics
+
+    def _learn(self, drawn: Drawn) -> float:
+        """Learn from the mean reward of every group that the policy sampled itself."""
+        rollout, rewards = drawn.sampled()
+        double, groups = measured(rewards.per_row(), rollout)
+        means = groups.mean(double.total()).tolist()
+        names = rollout.group.unique().tolist()
+        sizes = groups.size().tolist()
+        scored = [
+            (self.origins.get(id(rollout.prompts[name]), rollout.prompts[name]), mean)
+            for name, mean, size in zip(names, means, sizes, strict=True)
+            if size
+        ]
+        idle = self.origins.get(id(rollout.prompts[0]), rollout.prompts[0])
+        return self.network.learn([p for p, _ in scored], [mean for _, mean in scored], idle)
+
+    def _predict(self, prompts: Sequence[Prompt]) -> list[float]:
+        self._fit()
+        return self.network.predict(prompts)
+
+    def _fit(self) -> None:
+        """Fit the model to the rewards of a reference, once: ``epochs`` times all its prompts."""
+        if self.fitted:
+            return
+        self.fitted = True
+        rank, size = distributed.world()
+        every = [prompt for prompt in self.prompts if self._names(prompt)]
+        width = self.options.batch
+        for _ in range(self.options.epochs):
+            for first in range(0, len(every), width):
+                prompts = every[first : first + width][rank::size]
+                rewards = [fmean(self.references[str(p[self.options.key])]) for p in prompts]
+                self.network.learn(prompts, rewards, every[0])
+
+    def _names(self, prompt: Prompt) -> bool:
+        return str(prompt.get(self.options.key)) in self.references
+
+    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
+        return self.network.state_dict(), {"step": self.network.step, "fitted": self.fitted}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        if plain is not None:
+            self.network.load_state_dict(tensors, plain["step"])
+            self.fitted = plain["fitted"]

@@ -1,0 +1,154 @@
+"""Measures how far the policy has moved since it last answered a prompt, by scoring the answers of
+then again: the drift by which single-stream SPO forgets (Xu and Ding 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.options import PolicyDrift
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.registry import STAGES
+from mmrl.core.types import Prompt, Rollout
+from mmrl.data.base import Curriculum
+from mmrl.policies.base import Policy
+from mmrl.rollout.collect import joined, rescored
+from mmrl.rollout.stages import Drawn, Sample, Setup
+from mmrl.zoo.stages.past import (
+    OldAnswers,
+    Remembered,
+    beside,
+    fits,
+    of_all_processes,
+    packed,
+    remembered,
+    unpacked,
+)
+
+
+@STAGES.register("policy_drift")
+@dataclass
+class Visits(OldAnswers):
+    """Scores each prompt's last answers again: how far the policy moved (``train.policy_drift``).
+
+    Advantage and data hear of D: |log p_then - log p_now|, the mean over an answer's decisions,
+    then over the answers that are remembered; 0 at the first visit. Every process remembers the
+    answers of all.
+    """
+
+    options: PolicyDrift
+    policy: Policy
+    prompts: Sequence[Prompt]
+    behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
+    entries: dict[int, Remembered] = field(default_factory=dict)  # last answers, by prompt
+    saved_as = option = "policy_drift"
+
+    @classmethod
+    def build(cls, setup: Setup) -> Visits | None:
+        options = setup.options.policy_drift
+        if options is None:
+            return None
+        return cls(options, setup.policy, setup.prompts, setup.behavior)
+
+    def begin(self, iteration: int) -> None:
+        self.origins = {}
+
+    def groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        rollout = drawn.rollout
+        if rollout.edge_id is not None:
+            raise UserError(
+                "train.policy_drift: the samples of a tree share their beginnings and cannot be "
+                "remembered one by one; sample without policy.tree"
+            )
+        origins = [self.origins.get(id(prompt), -1) for prompt in rollout.prompts]
+        moved = self._moved(rollout, origins)
+        self._tell(rollout, moved)
+        self._remember(drawn, origins, iteration)
+        drifts = torch.zeros(len(origins), dtype=torch.float64)
+        drifts[list(moved)] = torch.tensor(list(moved.values()), dtype=torch.float64)
+        of_rows = drifts.to(rollout.logprob)[rollout.group]
+        sums = distributed.all_sum(
+            torch.tensor([sum(moved.values()), len(moved)], device=rollout.group.device).double()
+        ).tolist()
+        return replace(drawn, rollout=rollout.replace(drift=of_rows)), {
+            "policy_drift/mean": sums[0] / max(sums[1], 1),
+            "policy_drift/prompts": sums[1],
+        }
+
+    def _moved(self, rollout: Rollout, origins: Sequence[int]) -> dict[int, float]:
+        """Compute D of the groups whose prompts were answered before; a collective call."""
+        present = set(rollout.group.tolist())
+        known = {
+            group: self.entries[index]
+            for group, index in enumerate(origins)
+            if group in present and index in self.entries and fits(self.entries[index], rollout)
+        }
+        old = rollout
+        if known:
+            cond, prompts = self.replays.recall([self.prompts[e.index] for e in known.values()])
+            parts = [
+                beside(entry, rollout).replace(prompts=(prompt,))
+                for entry, prompt in zip(known.values(), prompts, strict=True)
+            ]
+            old = joined(parts).replace(cond=cond)
+        chosen = torch.full_like(old.group, bool(known), dtype=torch.bool)
+        with self.behavior():
+            now = rescored(self.policy, old, chosen)
+        if not known:
+            return {}
+        change = torch.where(old.mask, (now - old.logprob).abs(), 0.0).double()
+        of_rows = change.sum(1) / old.mask.sum(1).clamp(min=1)
+        sums = of_rows.new_zeros(len(known)).index_add(0, old.group, of_rows)
+        means = sums / old.group.bincount(minlength=len(known))
+        return dict(zip(known, means.tolist(), strict=True))
+
+    def _tell(self, rollout: Rollout, moved: Mapping[int, float]) -> None:
+        rows = [
+            [rollout.prompts[group]["entry"], value]
+            for group, value in moved.items()
+            if "entry" in rollout.prompts[group]
+        ]
+        values = distributed.all_gather_json(rows, rollout.group.device)
+        if isinstance(self.prompts, Curriculum):
+            self.prompts.see("drift", {int(entry): value for entry, value in values})
+
+    def _remember(self, drawn: Drawn, origins: Sequence[int], iteration: int) -> None:
+        """Remember the first answers of this iteration to every prompt, of all processes."""
+        rollout = drawn.rollout
+        marks = (rollout.provenance.is_replayed, rollout.provenance.is_ground_truth)
+        foreign = torch.zeros_like(rollout.group, dtype=torch.bool)
+        for rows_marked in marks:
+            foreign = foreign if rows_marked is None else foreign | rows_marked
+        rows: dict[int, list[int]] = {}
+        names = zip(rollout.row_id.tolist(), rollout.group.tolist(), foreign.tolist(), strict=True)
+        for row, (_, group, skipped) in sorted(enumerate(names), key=lambda item: item[1][0]):
+            of_prompt = rows.setdefault(origins[group], [])
+            if not skipped and len(of_prompt) < self.options.answers:
+                of_prompt.append(row)
+        device = rollout.group.device
+        local = [
+            remembered(drawn, torch.tensor(of_prompt, device=device), index, iteration)
+            for index, of_prompt in rows.items()
+            if index >= 0 and of_prompt
+        ]
+        for part in of_all_processes(local, len(self.prompts)):
+            for entry in part:
+                self.entries.pop(entry.index, None)  # the newest stand last
+                self.entries[entry.index] = entry
+        for index in list(self.entries)[: -self.options.size]:
+            del self.entries[index]
+
+    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
+        return packed(list(self.entries.values()))
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        every = unpacked(tensors, plain, len(self.prompts))
+        self.entries = {entry.index: entry for entry in every}

@@ -1,0 +1,170 @@
+"""What a resume may change, what it warns of, and what it refuses."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmrl import config
+from mmrl.core.errors import UserError
+from mmrl.core.registry import load_built_in
+from mmrl.experiment import changes, checkpoint, lifecycle
+from scripts.dev.soak_parts import killing
+
+load_built_in()
+PLAIN = {
+    "policy": {"sd3": {"path": "world:digits/sd3", "steps": 8, "noise_level": 0.7}},
+    "data": "digits",
+    "reward": {"jpeg_compressibility": 1.0},
+    "objective": {"policy_gradient": {"clip_range": 1e-4}},
+    "advantage": "dance_grpo",
+    "optimizer": {"adamw": {"lr": 1e-3}},
+    "train": {
+        "prompts_per_iteration": 4,
+        "group_size": 4,
+        "train_batch_size": 8,
+        "iterations": 10,
+    },
+}
+
+
+def loaded(folder, plain, *overrides):
+    file = folder / "plain.yaml"
+    file.write_text(yaml.safe_dump(plain))
+    return config.load(file, overrides)
+
+
+def effects(folder, *overrides, plain=PLAIN):
+    before = loaded(folder, plain)
+    return {
+        ".".join(change.path): change.effect
+        for change in changes.changes(before, loaded(folder, plain, *overrides))
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "effect"),
+    [
+        ("train.iterations=20", "train.iterations", "free"),
+        ("train.save_every=3", "train.save_every", "free"),
+        ("train.micro_batch_size=4", "train.micro_batch_size", "free"),
+        ("log.tensorboard=false", "log.tensorboard", "free"),
+        ("evaluate.num_samples=3", "evaluate.num_samples", "free"),
+        ("policy.sd3.fixed_batch_rows=4", "policy.sd3.fixed_batch_rows", "free"),
+        ("optimizer.adamw.lr=1e-4", "optimizer.adamw.lr", "warned"),
+        ("train.max_grad_norm=2.0", "train.max_grad_norm", "warned"),
+        ("policy.sd3.steps=9", "policy.sd3.steps", "warned"),
+        (
+            "reward.jpeg_compressibility=2.0",
+            "reward.jpeg_compressibility.weight",
+            "warned",
+        ),
+        ("train.seed=1", "train.seed", "refused"),
+        ("train.ema=0.9", "train.ema", "refused"),
+        ("policy.sd3.path=./other", "policy.sd3.path", "refused"),
+        ("policy.sd3.lora=4", "policy.sd3.lora", "refused"),
+        ("data={digits: {kind: pairs}}", "data.digits.kind", "refused"),
+        ("objective=dgpo", "objective", "refused"),
+        ("objective.policy_gradient.kl=0.1", "objective.policy_gradient.kl", "refused"),
+        ("advantage=ddpo", "advantage", "refused"),
+        ("advantage=grpo", "advantage.group.eps", "refused"),
+        ("optimizer=sgd", "optimizer", "refused"),
+        ("reward={jpeg_incompressibility: 1.0}", "reward", "refused"),
+    ],
+)
+def test_the_table_of_changes(tmp_path, override, path, effect):
+    assert effects(tmp_path, override) == {path: effect}
+
+
+def test_a_schedule_that_ends_later_is_another_schedule(tmp_path):
+    plain = copy.deepcopy(PLAIN)
+    plain["train"]["lr_schedule"] = "cosine"
+    assert effects(tmp_path, "train.iterations=20", plain=plain) == {"train.iterations": "warned"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "advantage={group: {ddof: 1, eps: 1e-8}}",
+        "advantage={dance_grpo: {eps: 1e-8}}",
+        "train.seed=0",
+        "train.ema=null",
+        "data={digits: {}}",
+        "reward=[jpeg_compressibility]",
+        "reward.jpeg_compressibility={weight: 1.0, quality: 95}",
+    ],
+)
+def test_what_is_written_otherwise_and_means_the_same_is_no_change(tmp_path, override):
+    assert effects(tmp_path, override) == {}
+
+
+def test_a_preset_and_what_it_fills_in_are_equal(tmp_path):
+    plain = {key: PLAIN[key] for key in ("policy", "data", "reward", "train")}
+    preset = loaded(tmp_path, plain | {"preset": "paper/flow_grpo"})
+    stored = yaml.safe_load(changes.text_of(preset))
+    del stored["preset"]
+    assert list(changes.changes(preset, loaded(tmp_path, stored))) == []
+
+
+def test_the_refusal_is_one_sentence_with_the_remedies(tmp_path):
+    before = changes.text_of(loaded(tmp_path, PLAIN))
+    now = loaded(tmp_path, PLAIN, "train.seed=1", "objective=dgpo", "optimizer.adamw.lr=1e-4")
+    with pytest.raises(UserError) as error:
+        changes.admit(before, now, Path("runs/a"))
+    assert "train.seed was 0 and is now 1" in str(error.value)
+    assert "objective was policy_gradient and is now dgpo" in str(error.value)
+    assert "--accept-changes" in str(error.value) and "\n" not in str(error.value)
+    warnings = changes.admit(before, now, Path("runs/a"), accept=True)
+    assert len(warnings) == 3 and any("lr was 0.001 and is now 0.0001" in x for x in warnings)
+
+
+@pytest.mark.parametrize(
+    "stored", [None, "policy: {gone: {}}", "[1]", "policy: {sd3: {kernel: a}}"]
+)
+def test_a_checkpoint_of_another_version_is_no_obstacle(tmp_path, stored):
+    notes = changes.admit(stored, loaded(tmp_path, PLAIN), tmp_path)
+    assert len(notes) == (stored is not None)
+
+
+@pytest.fixture
+def toy(tmp_path):
+    file = killing.configuration(tmp_path, "ToyFlow", 2)
+    return lifecycle.train(file, [f"run={tmp_path / 'run'}"])
+
+
+@pytest.mark.slow
+def test_an_edited_configuration_is_seen_by_a_resume(toy):
+    file = toy / "config.yaml"
+    plain = yaml.safe_load(file.read_text())
+    plain["train"]["seed"] = 5
+    file.write_text(yaml.safe_dump(plain))
+    with pytest.raises(UserError, match="train.seed was 0 and is now 5"):
+        lifecycle.train(toy, ["train.iterations=3"], resume=True)
+    lifecycle.train(toy, ["train.iterations=3"], resume=True, accept=True)
+    assert "changed since the checkpoint" not in (toy / "events.jsonl").read_text()
+    prompts = toy.parent / "prompts.jsonl"
+    prompts.write_text(prompts.read_text().replace("p15", "p16"))
+    lifecycle.train(toy, ["train.iterations=4"], resume=True)  # accepted once, it is the run's
+    assert "data prompts.jsonl: 16 rows, other ones" in (toy / "events.jsonl").read_text()
+    lines = [json.loads(x) for x in (toy / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_state_that_does_not_fit_is_a_sentence(toy):
+    """Of a state.json without its keys, and of an advantage that has a memory only now."""
+    path = checkpoint.latest(toy / "checkpoints") / "state.json"
+    whole = json.loads(path.read_text())
+    with pytest.raises(UserError, match="no memory of the advantage|does not have the state"):
+        lifecycle.train(toy, ["advantage={running: {base: {ddpo: {}}}}"], resume=True, accept=True)
+    for missing in ("step", "optimizer", "rng", "iteration"):
+        meta = {key: value for key, value in whole["meta"].items() if key != missing}
+        path.write_text(json.dumps(whole | {"meta": meta}))
+        with pytest.raises(UserError, match=f"does not have the state.*{missing}"):
+            lifecycle.train(toy, [], resume=True)
+    for key in ("files", "meta"):
+        path.write_text(json.dumps({name: whole[name] for name in whole if name != key}))
+        with pytest.raises(UserError, match="state.json lacks its files or its state"):
+            lifecycle.train(toy, [], resume=True)

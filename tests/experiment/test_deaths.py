@@ -1,0 +1,67 @@
+"""One of the processes of a training is killed: the other saves what was trained and says how to go
+on."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from mmrl.experiment import lifecycle
+from tests.core.test_peers import free_port
+from tests.fixtures import demonstrations, warm
+
+CONFIG = f"""
+policy: {{module: {{net: "{demonstrations.MODULE["net"]}", shape: [3, 4, 4], steps: 3}}}}
+data: {{prompts: {{path: prompts.jsonl}}}}
+reward: {{"judge.py:bright": 1.0}}
+advantage: grpo
+objective: {{policy_gradient: {{clip_range: 0.2}}}}
+optimizer: {{adamw: {{lr: 1e-3}}}}
+train: {{prompts_per_iteration: 2, group_size: 2, train_batch_size: 4, iterations: 9}}
+run: mine
+"""
+JUDGE = """
+import os, signal
+
+calls = []
+
+
+def bright(media, prompts):
+    calls.append(len(media))
+    if os.environ.get("RANK") == os.environ.get("VICTIM", "none") and len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return media.flatten(1).mean(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_is_left_saves_and_says_how_to_go_on(tmp_path, monkeypatch, victim):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(CONFIG)
+    Path("judge.py").write_text(JUDGE)
+    rows = [{"text": "a", "label": i % 5} for i in range(8)]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "ACCELERATE_USE_CPU": "true",
+        "VICTIM": str(victim),
+    }
+    words = ["-m", "mmrl", "train", "mine.yaml"]
+    both = [
+        warm.start(words, tmp_path, **common, RANK=str(n), LOCAL_RANK=str(n), LOCAL_WORLD_SIZE="2")
+        for n in (0, 1)
+    ]
+    statuses = [process.wait() for process in both]
+    left = both[1 - victim]
+    assert statuses[victim] == -signal.SIGKILL and statuses[1 - victim] == 2, left.stderr
+    assert left.stderr.count("error:") == 1 and "Traceback" not in left.stderr
+    assert f"error: process {victim} of 2 has died" in left.stderr
+    assert "saved mine/checkpoints/iteration-000002; go on with: mmrl train --resume mine" in (
+        left.stderr
+    )
+    lifecycle.train(Path("mine"), ["train.iterations=3"], resume=True)
+    assert Path("mine/checkpoints/iteration-000003").is_dir()

@@ -1,0 +1,169 @@
+"""A model of the hub that cannot be had is said at once, with the cause: against a local server
+that answers as the hub does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from mmrl.cli import commands
+from mmrl.core.errors import UserError
+from mmrl.core.hub import ask_for_data_set, cached, check_model
+from mmrl.data.sources.hub import HubSet
+from mmrl.experiment import build, lifecycle
+from rewards.base.hub_models import hub_models
+
+ROOT = Path(__file__).parents[2] / "configs"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Knows one model, and needs a licence for two: of one it shows the description."""
+
+    def do_GET(self):
+        name = self.path.removeprefix("/api/models/").removeprefix("/api/datasets/")
+        statuses = {
+            "own/model": (200, ""),
+            "own/terms": (200, ""),
+            "own/terms/auth-check": (403, "GatedRepo"),
+            "own/gated": (403, "GatedRepo"),
+        }
+        status, code = statuses.get(name, (404, "RepoNotFound"))
+        about = {"id": name, "siblings": [], "gated": "auto" if "terms" in name else False}
+        body = json.dumps(about if status == 200 else {}).encode()
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def hub(cache, monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_the_hub_knows_passes_and_what_it_does_not_is_said(hub):
+    check_model("own/model")
+    with pytest.raises(UserError, match="'own/gated' is gated: accept its terms on http"):
+        check_model("own/gated")
+    with pytest.raises(UserError, match="'own/terms' is gated: accept its terms on http"):
+        check_model("own/terms")
+    with pytest.raises(UserError, match="knows no model 'own/modle', or it is private"):
+        check_model("own/modle")
+
+
+def test_a_hub_that_cannot_be_reached_is_the_cause_that_is_named(hub):
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(UserError, match="not in the cache .* cannot be reached .*HF_ENDPOINT"):
+        check_model("own/model")
+    with pytest.raises(UserError, match=r"flow_grpo.yaml:\d+: policy.sd3.path: 'stabilityai/"):
+        build.Session.of(build.read(ROOT / "sd3" / "flow_grpo.yaml", ["train.precision=fp32"]))
+
+
+REWARDS = {
+    "pickscore": "yuvalkirstain/PickScore_v1",
+    "clip_score": "timm/vit_large_patch14_clip_224.openai",
+    "{clip_score: {model: 'hf-hub:own/modle'}}": "own/modle",
+    "{image_reward: {weights: own/modle/file.pt}}": "own/modle",
+    "{judge_yes_no: {model: {local: {path: own/terms}}}}": "own/terms",
+}
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_a_reward_s_model_is_asked_for_before_a_policy_is_loaded(hub, reward, monkeypatch):
+    name = REWARDS[reward]
+    words = "is gated: accept its terms" if "terms" in name else "knows no model"
+    configuration = build.read(ROOT / "digits" / "flow_grpo.yaml", [f"reward={reward}"])
+    entry = build.POLICIES.find("sd3")
+    monkeypatch.setattr(entry, "__init__", lambda *_, **__: pytest.fail("a policy was built"))
+    with pytest.raises(UserError, match=words) as raised:
+        build.Session.of(configuration)
+    assert name in str(raised.value)
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_a_model_that_only_judges_is_asked_for_when_training_begins(hub, reward, monkeypatch):
+    name = REWARDS[reward]
+    words = "is gated: accept its terms" if "terms" in name else "knows no model"
+    named = reward if reward.startswith("{") else f"{{{reward}: 1.0}}"
+    overrides = [f"evaluate.reward={named}"]
+    configuration = build.read(ROOT / "digits" / "flow_grpo.yaml", overrides)
+    monkeypatch.setattr(
+        build.POLICIES.find("sd3"), "__init__", lambda *_, **__: pytest.fail("a policy was built")
+    )
+    with pytest.raises(UserError, match=rf"evaluate.reward.\w+: reward '\w+': .*{words}") as raised:
+        build.Session.of(configuration, judged=True)
+    assert name in str(raised.value)
+    for command in (lifecycle.train_one, commands.evaluate):
+        with pytest.raises(UserError, match=words):
+            command(ROOT / "digits" / "flow_grpo.yaml", overrides)
+    assert not list(Path().glob("runs/*")), "nothing was begun"
+
+
+def test_rewards_name_their_models_of_the_hub():
+    def needs(name, **chosen):
+        return hub_models(build.REWARDS.find(name), chosen)
+
+    build.load_built_in()
+    assert needs("hpsv3") == ["MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"]
+    assert needs("geneval") == [
+        "facebook/mask2former-swin-small-coco-instance",
+        "timm/vit_large_patch14_clip_224.openai",
+    ]
+    assert needs("clip_score", model="hf-hub:own/clip") == ["own/clip"]
+    assert needs("clip_score", model="world:digits/clip") == []
+    assert needs("clip_score", model="no-such-model") == [], "it says so when it is built"
+    assert needs("pickscore", model="./here", processor=None) == []
+    server = build.REWARDS.find("remote")
+    assert hub_models(server, {"url": "http://127.0.0.1:1", "model": "a/b"}) == []
+    assert hub_models(lambda media, prompts, *, model="own/model": media, {}) == []
+
+
+def test_a_data_set_is_asked_for_before_the_library_retries(hub):
+    ask_for_data_set("own/model")
+    with pytest.raises(UserError, match="data set 'own/terms': it is gated; accept its terms"):
+        HubSet("own/terms").splits()
+    with pytest.raises(UserError, match="data set 'own/modle': neither a file or folder here"):
+        HubSet("own/modle").splits()
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(UserError, match="'own/model': no file or folder .* cannot be reached"):
+        HubSet("own/model").splits()
+
+
+def test_what_is_here_asks_nobody(cache, monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    (tmp_path / "own" / "model").mkdir(parents=True)
+    for path in ("own/model", "world:digits/sd3", "/no/such/folder", "one", "a/b/c"):
+        check_model(path)
+    assert not cached("own/other")
+    (cache / "models--own--other" / "snapshots" / "abc").mkdir(parents=True)
+    check_model("own/other")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set: unset it"):
+        check_model("own/missing")

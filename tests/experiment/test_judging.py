@@ -1,0 +1,111 @@
+"""Rewards of a configuration before they are built, and those that only measure."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl.config.options import EvaluateOptions, TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA, REWARDS
+from mmrl.experiment import build
+from mmrl.experiment.build import Session, check_needs, read, scorer
+from mmrl.scoring import Scorer
+from rewards import Scheduled
+from rewards.card import card_of, card_with, described
+
+HEAD = """
+policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 3}}
+data: {prompts: {path: prompts.jsonl, held_out: 0}}
+advantage: grpo
+objective: {policy_gradient: {clip_range: 1e-3}}
+optimizer: {adamw: {lr: 1e-3}}
+train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 8, iterations: 1}
+"""
+NAMED = {
+    "clip_similarity": {"field": "reference"},
+    "dino_similarity": {"field": "reference"},
+    "face_identity": {"field": "reference"},
+    "directional_clip": {
+        "source": "source",
+        "source_text": "source_text",
+        "target_text": "text",
+    },
+    "ocr": {"field": "text"},
+    "action": {"field": "action"},
+}
+
+
+def written(folder, sections, prompt):
+    """A configuration with these rewards, over two prompts with these fields."""
+    (folder / "prompts.jsonl").write_text(json.dumps({"text": "a", **prompt}) + "\n")
+    path = folder / "run.yaml"
+    path.write_text(HEAD + json.dumps(sections)[1:-1].replace('"reward"', "\nreward", 1) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_a_field_that_an_option_names_is_the_one_that_is_needed(name, tmp_path):
+    plain = card_of(REWARDS[name])
+    for option, usual in NAMED[name].items():
+        renamed = card_with(REWARDS[name], {option: "other"})
+        expected = ["other" if field == usual else field for field in plain.needs]
+        assert list(renamed.needs) == expected and renamed.media == plain.media
+        assert card_of(described(REWARDS[name], {option: "other"})) == renamed
+    options = {option: f"my_{option}" for option in NAMED[name]}
+    judging = {"ocr": "image", "action": "video"}.get(name, "image")
+    if judging == "video":
+        return
+    fields = {f"my_{option}": "x" for option in NAMED[name]}
+    configuration = read(written(tmp_path, {"reward": {name: options}}, fields), [])
+    check_needs(configuration, configuration.build("data", DATA), {})
+    with pytest.raises(UserError, match="needs the field 'my_"):
+        lacking = read(written(tmp_path, {"reward": {name: options}}, {}), [])
+        check_needs(lacking, lacking.build("data", DATA), {})
+
+
+def test_a_reward_that_remembers_is_not_only_measured(tmp_path):
+    chosen = {"jpeg_compressibility": 1.0}
+    schedule = {"of": ["jpeg_compressibility"], "start": [1], "end": [0], "iterations": 2}
+    path = written(tmp_path, {"reward": {**chosen, "scheduled": {**schedule, "weight": 0}}}, {})
+    read(path, [])
+    with pytest.raises(UserError, match="put it below `reward:` with weight 0"):
+        read(path, [f"evaluate.reward.scheduled={json.dumps(schedule)}"])
+
+
+def test_judges_are_no_part_of_what_is_trained_on(tmp_path):
+    path = written(tmp_path, {"reward": {"jpeg_compressibility": 0.5}}, {})
+    configuration = read(path, ["evaluate.reward.jpeg_incompressibility=1.0"])
+    options = configuration.section("train", TrainOptions)
+    evaluation = configuration.section("evaluate", EvaluateOptions)
+    trained = scorer(configuration, ("reward",), options)
+    session = Session(configuration, None, None, trained, options, evaluation)
+    judges = session.judges()
+    assert judges.weights == {"jpeg_compressibility": 0.5, "jpeg_incompressibility": 0.0}
+    pictures = torch.rand(2, 3, 16, 16)
+    rewards = judges(pictures, [{"text": "a"}] * 2)
+    torch.testing.assert_close(rewards.total(), 0.5 * rewards["jpeg_compressibility"])
+
+
+def test_what_rewards_remember_is_there_when_a_run_is_evaluated(tmp_path, monkeypatch):
+    """The weights of a schedule are those of the checkpoint, not those of its first iteration."""
+    schedule = Scheduled(
+        [REWARDS["jpeg_compressibility"], REWARDS["jpeg_incompressibility"]],
+        start=[1.0, 0.0],
+        end=[0.0, 1.0],
+        iterations=4,
+    )
+    weights = SimpleNamespace(load=lambda arrays, name="live": None)
+    session = SimpleNamespace(
+        scorer=Scorer({"scheduled": schedule}),
+        policy=SimpleNamespace(weights=weights, fixed_batch_rows=8),
+        options=TrainOptions(2, 4, 8, 1),
+    )
+    meta = {"rewards": {"scheduled": {"iteration": 4}}}
+    monkeypatch.setattr(build.checkpoint, "choose", lambda folder: (tmp_path, []))
+    monkeypatch.setattr(build.checkpoint, "load", lambda *_, **__: ({"weights": {}}, meta))
+    monkeypatch.setattr(build, "config_of", lambda run: run)
+    monkeypatch.setattr(build, "base", lambda path, overrides, judged: session)
+    assert schedule.weights() == [1, 0]
+    assert build.trained(tmp_path) is session and schedule.weights() == [0, 1]
