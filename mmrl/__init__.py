@@ -52,7 +52,7 @@ _PLACES = {
     "evaluate": ("mmrl.api.evaluating", "evaluate"),
     "Evaluation": ("mmrl.api.evaluating", "Evaluation"),
     "check_reward": ("mmrl.api.auditing", "check_reward"),
-    "compare": ("mmrl.compare", ""),
+    "compare": ("mmrl.api.comparing", "compare"),
     "list": ("mmrl.api.names", "list_names"),
     "UserError": ("mmrl.core.errors", "UserError"),
 }

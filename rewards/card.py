@@ -24,8 +24,8 @@ class Card:
     and returns [B]. ``low``, ``high``: the range, None is open. ``needs``: fields that every prompt
     must have. ``pictures``: fields that hold a picture or the name of its file: ``remote`` sends
     them along, and a server takes no names. ``named``: option -> the one of them that it names
-    anew. ``sound``: it judges the sound of videos, ``mmrl.core.media.sound``. ``source``: of the weights
-    or the definition. ``scaling``: in words, where several are in
+    anew. ``sound``: it judges the sound of videos, ``mmrl.core.media.sound``. ``source``: of the
+    weights or the definition. ``scaling``: in words, where several are in
     use."""
 
     media: tuple[Medium, ...] = ("image", "video", "text")

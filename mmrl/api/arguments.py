@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.config.unfit import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES, options
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import read
 from mmrl.data.vision.formats import ALIASES
+from mmrl.policies.capabilities import capabilities_of
 
 Overrides = Mapping[str, Any] | Sequence[str] | None
 TEXTS = ("text", "prompt")  # columns that hold the text of a prompt

@@ -18,6 +18,7 @@ from mmrl.api.media import Samples
 from mmrl.api.policies import Policy, load_policy
 from mmrl.api.processes import meet, writes
 from mmrl.config import Config
+from mmrl.config.sections import SECTIONS
 from mmrl.core.errors import UserError
 from mmrl.core.paths import find_config
 from mmrl.experiment import build, lifecycle
@@ -181,7 +182,7 @@ def train(
 
 def _trained(known: Config, watcher: Watching) -> Ended:
     """Train a configuration that is no file."""
-    configurations.check(known, build.SECTIONS, {"optimizer": ("parameters",)})
+    configurations.check(known, SECTIONS, {"optimizer": ("parameters",)})
     build.check_trackers(known)
     folder = lifecycle.run_folder(known, Path("python/train"))
     with lifecycle.ending_by_errors():

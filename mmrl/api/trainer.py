@@ -17,12 +17,13 @@ from mmrl.api.processes import check_whole
 from mmrl.api.rewards import NamedRewards, named
 from mmrl.api.runs import Run, finished
 from mmrl.config import Config
+from mmrl.config.sections import SECTIONS
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import SPLIT, split
 from mmrl.experiment import lifecycle
-from mmrl.experiment.build import SECTIONS, Session, check_trackers
+from mmrl.experiment.build import Session, check_trackers
 from mmrl.policies.base import Policy as Model
 
 # sections of the policy's configuration that are of the training it was written for

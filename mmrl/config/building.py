@@ -3,6 +3,7 @@ weighted rewards."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,10 @@ from mmrl.core.registry import REWARDS, Registry, options
 
 if TYPE_CHECKING:
     from mmrl.core.types import Reward
+
+# where rewards may be computed, beside the process that asks -> the module that has Placed,
+# check_version and check_card
+PLACEMENTS = {"ray": "mmrl.apps.ray.rewards"}
 
 
 @dataclass(frozen=True)
@@ -101,15 +106,21 @@ def _handled(name: str, entry: Chosen, registry: Registry = REWARDS) -> Reward:
         raise UserError(entry.handling.place.say(str(error))) from error
 
 
+def placement(name: str | None) -> Any:
+    """Import the module that builds and computes rewards at a place."""
+    return importlib.import_module(PLACEMENTS[str(name)])
+
+
 def _placed(name: str, entry: Chosen, handling: Handling) -> Reward:
     """Have the reward built and computed by workers of a Ray cluster."""
-    from mmrl.apps.ray.rewards import Placed
     from mmrl.scoring.handling import Handled
     from rewards.card import card_with
 
     card = card_with(entry.reward.entry, entry.reward.options)
     spec = (name, entry.reward, handling.of_worker())
-    placed = Placed(name, card, (of_worker, spec), handling, plug_ins_in(entry.reward))
+    placed = placement(handling.place).Placed(
+        name, card, (of_worker, spec), handling, plug_ins_in(entry.reward)
+    )
     return Handled(placed, handling.of_caller(), name, identity(entry.reward))
 
 
@@ -136,12 +147,11 @@ def unplaceable(name: str, entry: Chosen) -> Iterator[str]:
     try:
         handling = construct(entry.handling)
         if handling.place is not None:
-            from mmrl.apps.ray.connection import check_version
-            from mmrl.apps.ray.rewards import check_card
             from rewards.card import card_with
 
-            check_version()
-            check_card(name, card_with(entry.reward.entry, entry.reward.options))
+            place = placement(handling.place)
+            place.check_version()
+            place.check_card(name, card_with(entry.reward.entry, entry.reward.options))
     except UserError as error:
         yield entry.handling.place.say(str(error))
 

@@ -25,8 +25,8 @@ from mmrl.config.overrides import PLUGGED
 from mmrl.config.plan import impossible
 from mmrl.config.presets import unsuited_preset
 from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
+from mmrl.config.sections import SECTIONS
 from mmrl.config.unfit import (
-    NOISELESS,
     blocked,
     not_to_be_skipped,
     pathless,
@@ -40,29 +40,15 @@ from mmrl.config.unfit import (
 )
 from mmrl.config.values import Location, Place, exists, is_pattern, show
 from mmrl.core.errors import UserError
-from mmrl.core.registry import REWARDS, Plugin, import_file, import_module, is_safe
+from mmrl.core.registry import OBJECTIVES, REWARDS, Plugin, import_file, import_module, is_safe
 from mmrl.core.registry import options as options_of
+from mmrl.policies.capabilities import NOISELESS
 
 if TYPE_CHECKING:
     from mmrl.config import Config
 
 Section = TypeVar("Section")
 MOST_RANK = 2**16  # of an adapter: wider than any layer
-
-
-def plain_sections() -> dict[str, type]:
-    """Return the sections that are dataclasses, not plug-ins."""
-    from mmrl.config.ray_options import RayOptions
-    from mmrl.monitoring.alarms import AlarmOptions
-    from mmrl.monitoring.log import LogOptions
-
-    return {
-        "train": TrainOptions,
-        "evaluate": EvaluateOptions,
-        "log": LogOptions,
-        "alarms": AlarmOptions,
-        "ray": RayOptions,
-    }
 
 
 def check(
@@ -104,7 +90,7 @@ def check(
     named |= {} if objective is None else {"objective": objective}
     trained = _rewards(config, or_empty(config.plain.get("reward")), ("reward",), problems, named)
     sections: dict[str, Any] = {}
-    for section, cls in _present(config, dataclasses or plain_sections(), before):
+    for section, cls in _present(config, dataclasses or SECTIONS, before):
         built = sections[section] = options_of_section(config, section, cls, problems)
         if isinstance(built, TrainOptions):
             problems += _unfit_sizes(config, built, entries, objective, processes)
@@ -299,9 +285,7 @@ def _with_nested(resolved: Resolved) -> Iterator[Resolved]:
 
 def _cheap(entry: Plugin) -> bool:
     """Tell whether an object is made of plain values, so that its own checks cost nothing."""
-    from mmrl.objectives.base import Objective
-
-    return is_dataclass(entry) or (isinstance(entry, type) and issubclass(entry, Objective))
+    return is_dataclass(entry) or (isinstance(entry, type) and not OBJECTIVES.unfit(entry))
 
 
 def _try(problems: list[str], call: Callable[..., Any], *args: Any) -> Any:

@@ -20,12 +20,12 @@ from mmrl.config.checks import (
     indivisible,
     missing_files,
     options_of_section,
-    plain_sections,
 )
 from mmrl.config.known import Known, is_outdated
 from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.config.overrides import PLUGGED
 from mmrl.config.schema import resolve
+from mmrl.config.sections import SECTIONS
 
 
 def first_look(file: Path, overrides: Sequence[str] = (), **use: Any) -> None:
@@ -85,7 +85,7 @@ def _look_at_rewards(config: Config, known: Known, problems: list[str], *path: s
 def _look_at_options(
     config: Config, known: Known, problems: list[str], processes: int | None
 ) -> None:
-    for name, cls in plain_sections().items():
+    for name, cls in SECTIONS.items():
         missing = name == "train" and config.plain.get(name) is None  # has been said
         built = None if missing else options_of_section(config, name, cls, problems)
         if isinstance(built, TrainOptions) and processes is not None:

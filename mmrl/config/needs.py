@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmrl.config.unfit import capabilities_of
 from mmrl.config.values import Place
 from mmrl.core.registry import Plugin
+from mmrl.policies.capabilities import capabilities_of
 
 if TYPE_CHECKING:
     from rewards.card import Card

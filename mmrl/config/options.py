@@ -13,13 +13,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from mmrl.config.preferences import Preferences
 from mmrl.core.effects import FREE_AT_RESUME, REFUSED_AT_RESUME, Effects
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count, Natural, Positive
 from mmrl.core.registry import STAGES
 
-Count = Annotated[int, Ge(1)]
-Natural = Annotated[int, Ge(0)]
-Steps = Annotated[int, Ge(1), Le(10_000)]  # of a sampler: every one of them is laid out before
-Positive = Annotated[float, Gt(0)]
-Draws = Annotated[int, Ge(1), Le(10_000)]  # looks at one sample, all in memory at once
 LEFT_OUT = Effects(in_dry_run=False)
 SPEED = Effects(resumes="free", in_dry_run=False)
 LossAggMode = Literal[
@@ -342,8 +338,8 @@ class PromptValue:
     prompt before the first step. ``lr``, ``base_lr``: of Adam for the head and for the network.
     ``steps``: on the squared error of an iteration's prompts. ``learn``: from the mean reward of
     every group; false: only from ``path``, rewards of a reference as
-    ``mmrl.apps.prepare.reference_rewards`` writes them, to which the model is fitted before the first
-    iteration, ``epochs`` times in steps of ``batch`` prompts. ``key``: the field of a prompt
+    ``mmrl.apps.prepare.reference_rewards`` writes them, to which the model is fitted before the
+    first iteration, ``epochs`` times in steps of ``batch`` prompts. ``key``: the field of a prompt
     that names it there.
     """
 

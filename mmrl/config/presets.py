@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mmrl.config.unfit import capabilities_of
 from mmrl.config.yamltext import read
 from mmrl.core.errors import UserError, suggest
+from mmrl.policies.capabilities import capabilities_of
 
 Sections = dict[str, Any]
 

@@ -11,6 +11,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.config.preferences import unfit_for_preferences
 from mmrl.core.errors import called
 from mmrl.core.registry import Plugin
+from mmrl.policies.capabilities import capabilities_of
 
 KINDS = {  # what an objective may need, by its class attribute ``needs``
     "gaussian": "flow and diffusion models",
@@ -18,19 +19,6 @@ KINDS = {  # what an objective may need, by its class attribute ``needs``
     "masked": "masked diffusion, whose tokens can be hidden again",
     "one pass": "models that score all tokens of an answer in one pass",
 }
-
-NOISELESS = (  # of an objective, and of a policy whose sampler draws no noise
-    "looks at steps with noise, of which this policy has none: give it a stochastic sde_type and a "
-    "noise_level above 0 (sde_type: flow_sde, noise_level: 0.7), more steps where the last has no "
-    "noise (of a pipeline with a strength, raise that) or another noise_window, or take an "
-    "objective of finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
-)
-
-
-def capabilities_of(policy: Any) -> Any | None:
-    """Look up the ``mmrl.policies.capabilities.Capabilities`` of a policy (an object or a class);
-    None of a function that makes one, which cannot say."""
-    return getattr(policy, "capabilities", None)
 
 
 def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | None:
@@ -51,7 +39,7 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
         )
     if not needs:
         return None
-    has = {can.decisions}
+    has: set[str] = {can.decisions}
     if can.decisions == "categorical":
         has |= {"masked"} if Remasks.kept_by(policy) else set()
         has |= {"one pass"} if can.one_pass else set()

@@ -20,7 +20,7 @@ from mmrl.config import Config
 from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.config.plan import arithmetic
 from mmrl.config.preferences import Preferences
-from mmrl.config.ray_options import RayOptions
+from mmrl.config.sections import SECTIONS, LogOptions
 from mmrl.config.values import Place
 from mmrl.core import pretrained
 from mmrl.core.broken_rows import BrokenRows, first_of
@@ -43,29 +43,18 @@ from mmrl.data.ledger import Summary, collecting, refuse_broken
 from mmrl.data.prompts import development_and_test
 from mmrl.data.sources.stored import stored
 from mmrl.experiment import checkpoint
-from mmrl.monitoring.alarms import AlarmOptions
-from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.trackers import check_installed
 from mmrl.policies import adapter_files
 from mmrl.policies.diffusion import lora_files, lora_merging, single_file
 from mmrl.policies.diffusion.context_parallel import unsupported
-from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.rollout.preferences import Compared
 from mmrl.scoring import Scorer
 from mmrl.train.device import Device, check_launcher, check_mesh, check_precision, is_fsdp, started
 from mmrl.train.optimizers import unshardable
 from mmrl.train.trainer import Trainer
-from mmrl.zoo.models.any_pipeline.replayed_policy import ReplayedPolicy
 from rewards.base.hub_models import hub_models
 from rewards.card import described
 
-SECTIONS = {
-    "train": TrainOptions,
-    "evaluate": EvaluateOptions,
-    "log": LogOptions,
-    "alarms": AlarmOptions,
-    "ray": RayOptions,
-}
 CONFIG = "config.yaml"
 PART = re.compile(r"\d+-.+")  # the folder of a stage
 HALVES = ("development", "test")  # of the held-out prompts, by evaluate.split
@@ -286,9 +275,7 @@ def begin_with(policy: Any, configuration: Config, start: Path) -> None:
 def begin_with_lora(policy: Any, lora: Path, place: Place) -> None:
     """Give a policy of a model of diffusers the change of a LoRA file (``start``), or of a folder
     with those of two experts."""
-    replayed = policy if isinstance(policy, ReplayedPolicy) else None
-    parts = [1] if replayed is None else replayed.parts
-    if not isinstance(policy, (FolderPolicy, ReplayedPolicy)) or len(parts) > 1:
+    if not isinstance(policy, lora_merging.StartsFromLora) or len(policy.parts) > 1:
         raise UserError(place.say(f"{lora} is a LoRA for one network of a model of diffusers"))
     base = lora_files.Base.of(policy.place)
     try:

@@ -19,12 +19,12 @@ from mmrl.advantages.presets import GROUP_PRESETS
 from mmrl.config import Config, effects
 from mmrl.config.overrides import PLUGGED
 from mmrl.config.schema import Resolved, resolve, resolve_call
+from mmrl.config.sections import SECTIONS
 from mmrl.config.values import show
 from mmrl.config.yamltext import read
 from mmrl.core.effects import Resumes
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, ALL, REWARDS, options
-from mmrl.experiment.build import SECTIONS
 
 # sections that change nothing about what is learned
 FREE_SECTIONS = ("alarms", "evaluate", "log", "run")

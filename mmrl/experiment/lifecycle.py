@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mmrl.config as config
+from mmrl.config.sections import SECTIONS, LogOptions
 from mmrl.config.stages import OF_ALL, misfits
 from mmrl.config.yamltext import read as parsed
 from mmrl.core import distributed, peers
@@ -18,13 +19,13 @@ from mmrl.core.errors import UserError
 from mmrl.core.files import check_writable, on_disk, write_text
 from mmrl.core.output import lasting_output
 from mmrl.experiment import changes, checkpoint, inputs, state
-from mmrl.experiment.build import CONFIG, SECTIONS, Session, check_trackers, config_of, read
+from mmrl.experiment.build import CONFIG, Session, check_trackers, config_of, read
 from mmrl.experiment.lock import FolderLock
 from mmrl.experiment.loop import Run
 from mmrl.experiment.rescue import rescued
 from mmrl.experiment.stopping import Ended
 from mmrl.experiment.watching import Watcher
-from mmrl.monitoring.log import FINISHED, METRICS, LogOptions, RunLog, parse_line
+from mmrl.monitoring.log import FINISHED, METRICS, RunLog, parse_line
 from mmrl.train.trainer import Trainer
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import mmrl.config as config
+from mmrl.config.sections import AlarmOptions
 from mmrl.core import distributed
 from mmrl.core.files import on_disk, write_json, write_text
 from mmrl.core.machine import machine, peak_memory_gib
@@ -38,7 +39,7 @@ from mmrl.experiment.stopping import (
 )
 from mmrl.experiment.throughput import ThroughputMeter
 from mmrl.experiment.watching import Watcher
-from mmrl.monitoring.alarms import AlarmOptions, Alarms
+from mmrl.monitoring.alarms import Alarms
 from mmrl.monitoring.gallery import Gallery
 from mmrl.monitoring.log import FINISHED, RunLog
 from mmrl.monitoring.monitors import Sampled

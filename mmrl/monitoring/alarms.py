@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from annotated_types import Ge, Gt, Lt
+from mmrl.config.sections import AlarmOptions
 
 if TYPE_CHECKING:  # it imports torch, and this module is read for its options
     from mmrl.core.types import Reward, Rollout
@@ -25,32 +25,6 @@ IN_A_ROW = "alarms/nothing_to_learn"  # metric: iterations in a row without anyt
 LOOKED_AT = 8  # answers of an iteration and process of which is asked whether they can be read
 SHORT = 10  # iterations whose median stands for a moment of the run
 NEAR = 0.1  # share of a reward's range: what is nearer to its best is near its bound
-
-
-@dataclass(frozen=True)
-class AlarmOptions:
-    """Holds ``alarms:`` of a configuration. An alarm is an event and a line on the terminal; it
-    changes nothing, unless ``stop`` ends a run that cannot learn."""
-
-    enabled: bool = True
-    # iterations in a row with nothing to learn from, after which there is an alarm
-    patience: Annotated[int, Ge(1)] = 2
-    stop: bool = False  # that alarm ends the run, saved, with exit status 3
-    # iterations that a trend is looked for in; also in 4 and 16 times as many
-    window: Annotated[int, Ge(20)] = 40
-    z: Annotated[float, Gt(0)] = 5.0  # standard errors a trend must be away from none
-    # share of the first diversity below which there is an alarm
-    diversity: Annotated[float, Gt(0), Lt(1)] = 0.5
-    contrast: Annotated[float, Gt(0), Lt(1)] = 0.5  # the same of the first contrast
-    # rise of the share of clipped pixel values since the start
-    clipped: Annotated[float, Gt(0), Lt(1)] = 0.2
-    # rise or fall of the share of dark pixels since the start
-    dark: Annotated[float, Gt(0), Lt(1)] = 0.3
-    # share of the first colour, edges and entropy of colours below which there is an alarm; of
-    # colour and edges also above its inverse
-    colour: Annotated[float, Gt(0), Lt(1)] = 0.5
-    edges: Annotated[float, Gt(0), Lt(1)] = 0.5
-    colour_entropy: Annotated[float, Gt(0), Lt(1)] = 0.6
 
 
 class Drift(NamedTuple):

@@ -7,19 +7,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from annotated_types import Ge
-
+from mmrl.config.sections import LogOptions
 from mmrl.core.errors import UserError
 from mmrl.core.files import replace_file, sync
 from mmrl.monitoring.progress import Progress, progress_for
 from mmrl.monitoring.trackers import (
     Mirror,
-    Name,
     Place,
     Table,
     decoded_picture,
@@ -35,36 +33,10 @@ EVENTS = "events.jsonl"
 ROLLOUTS = "rollouts.jsonl"
 # the kind of the event that iterations or budget are spent
 FINISHED = "finished"
+DEFAULTS = LogOptions()
 MOST_CLIPS = 4  # of a sheet of videos that are files of their own
 # kinds of events that come again when iterations are done again
 REPEATED = ("alarm", "checkpoint", "excluded", "note")
-
-
-@dataclass(frozen=True)
-class LogOptions:
-    """Holds ``log:`` of a configuration. ``metrics.jsonl`` always has every iteration; ``every``
-    thins the trackers. ``init_kwargs``: tracker -> arguments of its own ``init``."""
-
-    tensorboard: bool = True
-    wandb: bool = False
-    report_to: Sequence[Name] = ()
-    init_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    project: str = "mmrl"
-    every: Annotated[int, Ge(1)] = 1
-    # iterations between those whose texts are kept for the report; 0: none
-    rollouts: Annotated[int, Ge(0)] = 10
-
-    def __post_init__(self) -> None:
-        if unused := sorted(set(self.init_kwargs) - set(self.trackers())):
-            raise UserError(
-                f"log.init_kwargs: {', '.join(unused)} is not in log.report_to, which names the "
-                f"trackers of a run"
-            )
-
-    def trackers(self) -> list[str]:
-        """Return the trackers of a run; ``tensorboard`` and ``wandb`` are short for two of them."""
-        switches = {"tensorboard": self.tensorboard, "wandb": self.wandb}
-        return list(dict.fromkeys([n for n, on in switches.items() if on] + [*self.report_to]))
 
 
 class RunLog:
@@ -81,7 +53,7 @@ class RunLog:
         resume: bool = False,
         *,
         start: int | None = None,
-        options: LogOptions = LogOptions(),
+        options: LogOptions = DEFAULTS,
         active: bool = True,
         config: Mapping[str, Any] | None = None,
     ):

@@ -21,14 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mmrl.core.errors import UserError
 
 if TYPE_CHECKING:
     from PIL import Image
 
-Name = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
+
 Cell = Any  # of a table: a text, a number, None, or a PIL picture
 IDS = "trackers.json"  # in the run folder: by which a resume goes on with the same pages
 WAITING = 256  # calls that wait for a slow tracker; further ones are left out

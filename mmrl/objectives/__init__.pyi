@@ -1,47 +1,5 @@
 from .base import Objective as Objective
 from .base import frozen as frozen
-from .consistency import Consistency as Consistency
-from .covariance import ClipCov as ClipCov
-from .covariance import KLCov as KLCov
-from .distillation import Distill as Distill
-from .distribution_matching import DistributionMatching as DistributionMatching
-from .forward_process.awm import AWM as AWM
-from .forward_process.crd import CRD as CRD
-from .forward_process.dgpo import DGPO as DGPO
-from .forward_process.fpo import FPO as FPO
-from .forward_process.nft import NFT as NFT
-from .forward_process.reward_weighted import (
-    RewardWeightedRegression as RewardWeightedRegression,
-)
-from .group_contrast import DRPO as DRPO
-from .group_contrast import PACS as PACS
-from .group_contrast import REAL as REAL
-from .group_contrast import DisCO as DisCO
-from .group_contrast import MultiPreference as MultiPreference
-from .group_loss import GroupLoss as GroupLoss
-from .group_preference import DPO as DPO
-from .group_preference import IPO as IPO
-from .group_preference import KTO as KTO
-from .group_preference import ORPO as ORPO
-from .group_preference import P3O as P3O
-from .group_preference import REBEL as REBEL
-from .group_preference import CoPG as CoPG
-from .group_preference import SimPO as SimPO
-from .group_regression import GVPO as GVPO
-from .group_regression import OPMD as OPMD
-from .group_regression import ALoL as ALoL
-from .group_regression import RegGRPO as RegGRPO
-from .grpo_guard import Guard as Guard
-from .hapo import HAPO as HAPO
-from .laser import LaSeR as LaSeR
-from .masked import Masked as Masked
 from .policy_gradient import PolicyGradient as PolicyGradient
-from .preference import D3PO as D3PO
-from .preference import DiffusionDPO as DiffusionDPO
-from .preference import SePPO as SePPO
-from .reward_gradient import AdjointMatching as AdjointMatching
-from .reward_gradient import Draft as Draft
 from .supervised import SFT as SFT
 from .supervised import Supervised as Supervised
-from .trust_region import FlowDPPO as FlowDPPO
-from .unified import Unified as Unified

@@ -11,10 +11,10 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from mmrl.config.options import Count
 from mmrl.core.distributed import all_sum
 from mmrl.core.distributions import TINY, Dist, Gaussian
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.core.weights import Weights
 from mmrl.objectives.base import Objective, frozen

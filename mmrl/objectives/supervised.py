@@ -16,16 +16,16 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import Draws
-from mmrl.config.unfit import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
+from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Prompt, Renoised, Rollout
 from mmrl.objectives.base import Objective
 from mmrl.objectives.forward_process import mean_square, noised, velocity
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
 from mmrl.policies.base import Policy
+from mmrl.policies.capabilities import capabilities_of
 from mmrl.policies.contracts import Demonstrates, Remasks, WritesText
 from samplers.noise import Rng
 

@@ -1,34 +1,4 @@
-"""Policies: generative models behind one contract, in one thin file for each model family. These
-modules register them."""
+"""Policies: generative models behind one contract. Those of single families are in
+``mmrl.zoo.models``."""
 
-MODULES = (
-    "diffusion.any_pipeline",
-    "diffusion.custom_module",
-    "diffusion.models.cogvideox",
-    "diffusion.models.flux",
-    "diffusion.models.flux2",
-    "diffusion.models.flux_kontext",
-    "diffusion.models.hunyuan",
-    "diffusion.models.lcm",
-    "diffusion.models.ltx",
-    "diffusion.models.qwen_edit",
-    "diffusion.models.qwen_image",
-    "diffusion.models.sana",
-    "diffusion.models.sd3",
-    "diffusion.models.stable_diffusion",
-    "diffusion.models.wan",
-    "diffusion.models.wan_i2v",
-    "diffusion.models.z_image",
-    "image_tokens.models.emu3",
-    "image_tokens.models.glm_image",
-    "image_tokens.models.janus",
-    "image_tokens.models.llamagen",
-    "image_tokens.models.var",
-    "masked.amused",
-    "masked.masked_image_lm",
-    "masked.masked_lm",
-    "unified.local_flow",
-    "unified.local_masked",
-    "unified.policy",
-    "vlm.policy",
-)
+MODULES = ("vlm.policy",)

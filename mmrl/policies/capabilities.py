@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
+NOISELESS = (  # of an objective, and of a policy whose sampler draws no noise
+    "looks at steps with noise, of which this policy has none: give it a stochastic sde_type and a "
+    "noise_level above 0 (sde_type: flow_sde, noise_level: 0.7), more steps where the last has no "
+    "noise (of a pipeline with a strength, raise that) or another noise_window, or take an "
+    "objective of finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
+)
 Medium = Literal["image", "video", "text"]
 # "mixed": tokens and steps of a picture in one sample
 Decisions = Literal["gaussian", "categorical", "mixed"]
@@ -24,3 +30,9 @@ class Capabilities:
     # an answer may begin with what is kept of an earlier one
     ground_truth: bool = False
     drafts: bool = False
+
+
+def capabilities_of(policy: Any) -> Capabilities | None:
+    """Look up the ``Capabilities`` of a policy (an object or a class); None of a function that
+    makes one, which cannot say."""
+    return cast(Capabilities | None, getattr(policy, "capabilities", None))

@@ -101,7 +101,7 @@ FAMILIES = (
         "objective",
         NAMED,
         ANY,
-        ("mmrl.objectives.forward_process",),
+        ("mmrl.zoo.objectives.forward_process",),
     ),
     Family(
         "group_losses",
@@ -113,7 +113,7 @@ FAMILIES = (
         NAMED,
         ANY,
         (
-            "mmrl.objectives.group",
+            "mmrl.zoo.objectives.group",
             "mmrl.zoo.objectives.preference",
             "mmrl.zoo.objectives.covariance",
         ),

@@ -260,8 +260,8 @@ def _of_pipelines() -> list[str]:
         "prompts of 16 samples, 8 steps, 4 of them with noise, unless the json says otherwise), "
         "adapters of rank 32 on bfloat16 weights, gradient checkpointing and one sample a pass. "
         "Their pipelines' own code ran on zeros. Sizes of the networks are from the published "
-        "configurations (`mmrl/apps/dry_run/published.json`); texts are as long as the pipeline pads "
-        "them to, else 256 tokens.",
+        "configurations (`mmrl/apps/dry_run/published.json`); texts are as long as the pipeline "
+        "pads them to, else 256 tokens.",
         "",
     ]
 

@@ -140,7 +140,7 @@ BEYOND_GROUPS = {"ngrpo", "reinforce", "asymre"}
 OWN_FILES = [
     name
     for name, entry in ADVANTAGES.items()
-    if entry.__module__.startswith("mmrl.advantages") and name not in NEEDY
+    if entry.__module__.startswith(("mmrl.advantages", "mmrl.zoo.advantages")) and name not in NEEDY
 ]
 BY_GROUP = {  # options under which only the rows of a group decide its advantages
     "group": {},

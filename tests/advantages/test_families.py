@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from mmrl.advantages import by_edge
 from mmrl.advantages.memory import capture, restore
 from mmrl.core import registry
 from mmrl.core.errors import UserError
@@ -13,7 +14,6 @@ from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards
 from mmrl.experiment.build import read
 from mmrl.policies.diffusion.trees import Tree
-from mmrl.zoo.advantages import by_edge
 from mmrl.zoo.models.image_tokens.var import VAR
 from samplers.noise import Rng
 from tests.core.test_imports import ROOT
@@ -72,7 +72,7 @@ def rewards(rollout):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_every_advantage_works_for_every_family(name, kind, rollout):
-    if not ADVANTAGES[name].__module__.startswith("mmrl.advantages"):
+    if not ADVANTAGES[name].__module__.startswith(("mmrl.advantages", "mmrl.zoo.advantages")):
         pytest.skip("of another test")
     advantage = ADVANTAGES.build(name, **CHOSEN.get(name, {}))
     needs_tokens = getattr(ADVANTAGES[name], "needs", "") == "categorical"

@@ -36,6 +36,7 @@ from mmrl.config.options import (
 )
 from mmrl.config.overrides import SECTIONS
 from mmrl.config.plan import arithmetic
+from mmrl.config.sections import AlarmOptions, LogOptions
 from mmrl.core.registry import (
     ALL,
     KERNELS,
@@ -46,8 +47,6 @@ from mmrl.core.registry import (
     options,
 )
 from mmrl.core.types import Point, Rollout
-from mmrl.monitoring.alarms import AlarmOptions
-from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.report.runs import read_run
 from mmrl.objectives.kl import KL
 from mmrl.objectives.terms.entropy import Entropy

@@ -12,9 +12,10 @@ import yaml
 
 from mmrl import config
 from mmrl.config.options import TrainOptions
+from mmrl.config.sections import SECTIONS
 from mmrl.core.registry import ADVANTAGES, DATA
 from mmrl.core.types import Completion, Rewards
-from mmrl.experiment.build import SECTIONS, Session, check_needs, read, scorer
+from mmrl.experiment.build import Session, check_needs, read, scorer
 from rewards.answers.coords import Unscorable
 from rewards.servers.chat_server import ChatServer
 from tests.fixtures import tiny_vlms

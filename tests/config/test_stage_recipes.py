@@ -7,10 +7,11 @@ import pytest
 import yaml
 
 from mmrl import config
+from mmrl.config.sections import SECTIONS
 from mmrl.config.stages import misfits
 from mmrl.core.registry import DATA, OBJECTIVES
 from mmrl.experiment import lifecycle
-from mmrl.experiment.build import SECTIONS, check_needs, read
+from mmrl.experiment.build import check_needs, read
 from tests.fixtures import tiny_vlms
 from tests.fixtures.image_tokens import tiny_janus
 from tests.policies.vlm.test_vlm_policy import policy_of

@@ -96,7 +96,7 @@ def test_samplers_import_torch_only():
 
 
 def test_rewards_know_little_of_ours():
-    parts = ("registry", "errors", "types", "pictures", "clips", "sound", "hub", "thoughts")
+    parts = ("registry", "errors", "types", "media", "hub", "thoughts")
     parts += ("pretrained", "weight_files")  # what loads models and tensors
     parts += ("statistics",)  # the one rule of intervals
     known = [f"mmrl.core.{part}" for part in parts]
@@ -108,7 +108,8 @@ def test_rewards_know_little_of_ours():
 
 def test_policies_never_see_objectives_rewards_or_the_trainer():
     forbidden = ("mmrl.objectives", "mmrl.advantages", "mmrl.train.trainer", "rewards")
-    assert not offenders(room("mmrl", "policies"), lambda name: below(name, *forbidden))
+    policies = room("mmrl", "policies") + room("mmrl", "zoo", "models")
+    assert not offenders(policies, lambda name: below(name, *forbidden))
 
 
 CLIENT = (
@@ -122,7 +123,7 @@ CLIENT = (
 def test_objectives_never_see_a_family():
     def bad(name):
         family = (
-            below(name, "mmrl.policies")
+            below(name, "mmrl.policies", "mmrl.zoo.models")
             and not below(name, *(f"mmrl.policies.{x}" for x in ("base", "contracts", "teaching")))
             and name != "mmrl.policies"
         )
@@ -130,7 +131,7 @@ def test_objectives_never_see_a_family():
         reward = below(name, "rewards") and not below(name, *CLIENT)
         return family or reward or below(name, "mmrl.train.trainer", "mmrl.worlds")
 
-    assert not offenders(room("mmrl", "objectives"), bad)
+    assert not offenders(room("mmrl", "objectives") + room("mmrl", "zoo", "objectives"), bad)
 
 
 def test_advantages_see_no_model():
@@ -139,6 +140,8 @@ def test_advantages_see_no_model():
         "mmrl.objectives",
         "mmrl.train.trainer",
         "mmrl.worlds",
+        "mmrl.zoo.objectives",
+        "mmrl.zoo.models",
         "rewards",
         "samplers",
     )
@@ -147,14 +150,14 @@ def test_advantages_see_no_model():
         # lots are drawn with the keyed generator, which knows of no sampler
         return below(name, *forbidden) and not below(name, "samplers.noise")
 
-    assert not offenders(room("mmrl", "advantages"), bad)
+    assert not offenders(room("mmrl", "advantages") + room("mmrl", "zoo", "advantages"), bad)
 
 
 def test_the_trainer_names_no_concrete_class():
     def bad(name):
         concrete = any(
             name.startswith(f"mmrl.{kind}.")
-            for kind in ("policies", "objectives", "advantages", "worlds")
+            for kind in ("policies", "objectives", "advantages", "worlds", "zoo")
         )
         protocol = below(
             name, "mmrl.policies.base", "mmrl.policies.contracts", "mmrl.objectives.base"
@@ -190,7 +193,10 @@ def test_importing_the_packages_is_light():
 def test_knowing_every_name_is_light():
     """Listing what can be configured needs no model library and a refusal no FSDP2: both stay
     quick."""
-    code = "from mmrl.core.registry import load_built_in\nload_built_in()\nimport mmrl.experiment.lifecycle\n"
+    code = (
+        "from mmrl.core.registry import load_built_in\n"
+        "load_built_in()\nimport mmrl.experiment.lifecycle\n"
+    )
     assert (
         not loaded_by(
             code + "assert 'torch.distributed.tensor' not in sys.modules, 'it takes a second'"

@@ -8,8 +8,9 @@ import pytest
 
 from mmrl.config import Config
 from mmrl.config.options import Budget
+from mmrl.config.sections import LogOptions
 from mmrl.experiment import loop
-from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.monitoring.log import RunLog
 from tests.train.test_trainer import make_trainer
 
 

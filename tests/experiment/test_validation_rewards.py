@@ -12,10 +12,11 @@ import torch
 
 from mmrl.config import Config
 from mmrl.config.options import EvaluateOptions
+from mmrl.config.sections import LogOptions
 from mmrl.core.errors import UserError
 from mmrl.experiment import checkpoint, loop, state
 from mmrl.experiment.build import read
-from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.monitoring.log import RunLog
 from mmrl.scoring import Scorer
 from rewards import hypervolume
 from tests.fixtures import toys

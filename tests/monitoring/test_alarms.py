@@ -12,12 +12,13 @@ import torch
 import yaml
 
 from mmrl.config import build_rewards
+from mmrl.config.sections import AlarmOptions, LogOptions
 from mmrl.core.errors import UserError
 from mmrl.experiment.lifecycle import train
-from mmrl.monitoring.alarms import AlarmOptions, Alarms, trend
+from mmrl.monitoring.alarms import Alarms, trend
 from mmrl.monitoring.appearance import appearance, of_pictures
 from mmrl.monitoring.diversity import portrait
-from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.monitoring.log import RunLog
 from mmrl.monitoring.report.page import render
 from mmrl.monitoring.report.runs import read_run
 from mmrl.scoring import Scorer

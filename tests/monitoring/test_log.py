@@ -11,10 +11,11 @@ import torch
 from PIL import Image
 
 from mmrl import __version__
+from mmrl.config.sections import LogOptions
 from mmrl.core.errors import UserError
 from mmrl.core.machine import machine
 from mmrl.monitoring import progress
-from mmrl.monitoring.log import LogOptions, RunLog, read_captions
+from mmrl.monitoring.log import RunLog, read_captions
 from mmrl.monitoring.report.pictures import Layout, sheet, tiles
 
 QUIET = LogOptions(tensorboard=False)

@@ -9,10 +9,11 @@ import pytest
 import torch
 import yaml
 
+from mmrl.config.sections import AlarmOptions
 from mmrl.core.types import Rollout
 from mmrl.experiment.lifecycle import trained
 from mmrl.experiment.stopping import NOTHING_TO_LEARN
-from mmrl.monitoring.alarms import IN_A_ROW, STUCK, AlarmOptions, Alarms
+from mmrl.monitoring.alarms import IN_A_ROW, STUCK, Alarms
 from mmrl.monitoring.monitors import Sampled
 from mmrl.monitoring.report.page import render
 from mmrl.monitoring.report.runs import read_run

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mmrl.config.sections import LogOptions
 from mmrl.core.errors import UserError
 from mmrl.core.machine import machine
 from mmrl.core.media.sound import with_sound
 from mmrl.core.paths import config_names, find_config
-from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.monitoring.log import RunLog
 from mmrl.monitoring.report import charts
 from mmrl.monitoring.report.charts import Chart, Series
 from mmrl.monitoring.report.evidence import Estimate, alike, read_evaluation, verdict

@@ -14,10 +14,11 @@ import torch
 from PIL import Image
 
 from mmrl.apps.dry_run.dryrun import dry_run
+from mmrl.config.sections import LogOptions
 from mmrl.core.errors import UserError
 from mmrl.experiment.lifecycle import train
 from mmrl.monitoring import trackers
-from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.monitoring.log import RunLog
 from mmrl.monitoring.report.pictures import data_uri
 from mmrl.monitoring.trackers import Lane, Table, flat, markdown
 

@@ -8,8 +8,9 @@ import torch
 
 from mmrl import advantages
 from mmrl.config.options import PartialRollout, TrainOptions
+from mmrl.config.sections import AlarmOptions
 from mmrl.core.errors import UserError
-from mmrl.monitoring.alarms import AlarmOptions, Alarms
+from mmrl.monitoring.alarms import Alarms
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.scoring import Scorer

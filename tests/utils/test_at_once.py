@@ -13,7 +13,7 @@ from tests.fixtures.waiting import HANG
 # come before the call, and must not end the process there
 BUSY = """
 import hashlib, signal
-from mmrl.utils import at_once
+from mmrl.core import at_once
 at_once.SAME_INSTANT, at_once.GRACE = -1.0, 0.1
 signal.signal(signal.SIGINT, lambda number, frame: None)
 with at_once.ending_at_once():

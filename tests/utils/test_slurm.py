@@ -67,7 +67,7 @@ def test_what_is_no_task_among_several_is_left_alone():
 PROGRAM = """
 import torch
 from mmrl.core import distributed, peers
-from mmrl.utils import slurm
+from mmrl.core import slurm
 
 slurm.join()
 peers.meet()

@@ -4,7 +4,8 @@ import json
 
 import torch
 
-from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.config.sections import LogOptions
+from mmrl.monitoring.log import RunLog
 from mmrl.monitoring.report.pictures import data_uri, sheet
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"

@@ -17,8 +17,9 @@ from mmrl.apps.view.folders import Runs, Tail
 from mmrl.apps.view.pairs import Pairs
 from mmrl.apps.view.server import application, is_safe_host
 from mmrl.cli.app import app
+from mmrl.config.sections import LogOptions
 from mmrl.core.errors import UserError
-from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.monitoring.log import RunLog
 from mmrl.zoo.stages.answers import of_file
 from rewards.heads.ratings import load_frames, read_ratings
 from tests.view.runs import HOSTILE, metrics, picture_run, text_run

@@ -1,8 +1,8 @@
 """Audits a reward on the user's own data before any model is trained: ``mmrl check-reward``.
 
 Which probes are used depends on what the reward judges: ``mmrl.apps.check_reward.texts`` for texts,
-``mmrl.apps.check_reward.images`` for images. A module of probes offers ``audit(subject) -> list[Line]`` and
-is named in ``PROBES``.
+``mmrl.apps.check_reward.images`` for images. A module of probes offers ``audit(subject) ->
+list[Line]`` and is named in ``PROBES``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import mmrl.config as config
 from mmrl.apps.check_reward.places import named
 from mmrl.config import Config, import_plugins
-from mmrl.config.unfit import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES, load_built_in
 from mmrl.core.types import Prompt, Reward
 from mmrl.experiment.build import short_names
+from mmrl.policies.capabilities import capabilities_of
 from samplers.noise import Rng
 
 PROBES = {

@@ -1,6 +1,7 @@
 """Predicts the outcome of a mixture of data from runs with other mixtures, and proposes the best.
 
-    python -m mmrl.apps.prepare.mixture RUN [RUN ...] [--reward NAME ...] [--form quadratic] [--least 0.05]
+    python -m mmrl.apps.prepare.mixture RUN [RUN ...] [--reward NAME ...]
+        [--form quadratic] [--least 0.05]
 
 A RUN is the folder of a run over ``data: mixture`` after ``mmrl evaluate RUN``, or a .jsonl file of
 measured mixtures, {"weights": {"maths": 0.3, "boxes": 0.7}, "score": 0.61} a line. The score of a

@@ -1,6 +1,7 @@
 """Measures what the untrained policy of a configuration earns on its training prompts.
 
-    python -m mmrl.apps.prepare.reference_rewards CONFIG --out FILE [--num-samples N] [key=value ...]
+    python -m mmrl.apps.prepare.reference_rewards CONFIG --out FILE
+        [--num-samples N] [key=value ...]
 
 Writes JSON lines, {"text": the prompt, "reward": the weighted sum for each sample}, which the
 advantages pvpo, aapo and single_stream read as ``file``, and which tell how hard a prompt is. A

@@ -1,6 +1,7 @@
 """Lets the untrained policy of a configuration write the thoughts of its training rows.
 
-    python -m mmrl.apps.prepare.reverse_thinking CONFIG --out FILE [--instruction TEXT] [key=value ...]
+    python -m mmrl.apps.prepare.reverse_thinking CONFIG --out FILE
+        [--instruction TEXT] [key=value ...]
 
 The model is shown every question with its right answer, and is asked for the thoughts that lead
 there (reverse thinking of TON, Wang et al. 2025, in our words). Writes JSON lines, the rows with

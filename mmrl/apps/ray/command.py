@@ -19,11 +19,11 @@ from mmrl.apps.ray.ranks import Control, Job, Outcome, TrainerRank
 from mmrl.apps.ray.rewards import here
 from mmrl.apps.ray.rollouts import misfits
 from mmrl.config import Config
-from mmrl.config.ray_options import RayOptions
+from mmrl.config.sections import SECTIONS, RayOptions
 from mmrl.core.at_once import INTERRUPTED
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from mmrl.experiment.build import CONFIG, SECTIONS, check_trackers, config_of, read
+from mmrl.experiment.build import CONFIG, check_trackers, config_of, read
 from mmrl.experiment.lifecycle import run_folder
 from mmrl.experiment.stopping import RESUMABLE, Signals
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mmrl.apps.ray import connection
+from mmrl.apps.ray.connection import check_version
 from mmrl.apps.ray.output import listen
 from mmrl.apps.ray.parcels import packed
 from mmrl.apps.ray.pool import Pool
@@ -48,7 +49,7 @@ class Placed:
         plug_ins: Iterable[Any] = (),
     ):
         check_card(name, card)
-        connection.check_version()
+        check_version()
         self.name = name
         self.card = replace(card, differentiable=False)  # no gradient comes back
         build, spec = recipe

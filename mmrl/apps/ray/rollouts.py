@@ -30,7 +30,7 @@ from mmrl.apps.ray.rewards import here
 from mmrl.apps.ray.samplers import Draw, RolloutWorker, Samples
 from mmrl.config import Config, effects, import_plugins
 from mmrl.config.options import TrainOptions
-from mmrl.config.ray_options import RayOptions
+from mmrl.config.sections import RayOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, POLICIES
 from mmrl.core.types import Copies, Media, Prompt, Rollout

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmrl.apps.ray.rollouts import RolloutWorkers
-from mmrl.config.ray_options import RayOptions
+from mmrl.config.sections import RayOptions
 from mmrl.experiment.watching import Watcher
 
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.config.unfit import capabilities_of
 from mmrl.core.distributions import Dist
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.core.weights import Weights
 from mmrl.objectives.policy_loss import PolicyLoss
 from mmrl.policies.base import Policy
+from mmrl.policies.capabilities import capabilities_of
 from samplers.noise import Rng
 
 OF_BOTH = "a sample of this policy has tokens and steps of a picture: leave it out"

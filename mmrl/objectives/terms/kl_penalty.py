@@ -10,7 +10,6 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.config.unfit import capabilities_of
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
@@ -21,6 +20,7 @@ from mmrl.objectives.kl import KL, KLTerm
 from mmrl.objectives.policy_loss import PolicyLoss
 from mmrl.objectives.terms.base import Scored, Term, decisions_of
 from mmrl.policies.base import Policy
+from mmrl.policies.capabilities import capabilities_of
 from mmrl.policies.contracts import Remasks
 
 

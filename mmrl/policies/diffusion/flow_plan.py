@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mmrl.config.unfit import NOISELESS
 from mmrl.core.errors import UserError
 from mmrl.core.types import Copies
 from mmrl.policies.base import NO_CONTEXT, RolloutContext
+from mmrl.policies.capabilities import NOISELESS
 from samplers.noise import Rng
 from samplers.schedules import compressed
 

@@ -17,11 +17,11 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from mmrl.config.options import Steps
 from mmrl.core.distributions import Gaussian, Score
 from mmrl.core.effects import FREE_AT_RESUME, Effects
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
+from mmrl.core.numbers import Steps
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
 from mmrl.core.types import (
     Copies,

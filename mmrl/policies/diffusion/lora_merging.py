@@ -37,6 +37,14 @@ HIGH_OR_LOW = re.compile(r"(?:^|[^a-z])(high|low)(?:[^a-z]*noise)?(?:[^a-z]|$)",
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
 
 
+class StartsFromLora:
+    """Marks policies of a model of diffusers, which can begin with the change of a LoRA file."""
+
+    place: str  # the model's folder
+    net: nn.Module
+    parts: tuple[str, ...] = ("",)  # names of the networks that are trained
+
+
 @torch.no_grad()
 def merge(
     base: Base,

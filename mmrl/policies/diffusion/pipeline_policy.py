@@ -37,6 +37,7 @@ from mmrl.policies.diffusion import (
 )
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage, demonstrated
+from mmrl.policies.diffusion.lora_merging import StartsFromLora
 from mmrl.policies.diffusion.row_settings import (
     GUIDANCE,
     NEGATIVE,
@@ -54,7 +55,7 @@ from samplers.noise import Rng
 from samplers.processes import Flow, Process
 
 
-class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences):
+class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences, StartsFromLora):
     """Trains a model in diffusers' folder format."""
 
     pipeline: str  # class names in diffusers

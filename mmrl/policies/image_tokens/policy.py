@@ -17,11 +17,11 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from mmrl.config.options import Count
 from mmrl.core.distributions import Dist, drawn
 from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
+from mmrl.core.numbers import Count
 from mmrl.core.sharding import sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (

@@ -21,10 +21,10 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from mmrl.config.options import Steps
 from mmrl.core.distributions import drawn
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected
+from mmrl.core.numbers import Steps
 from mmrl.core.sharding import sharded
 from mmrl.core.types import (
     Copies,

@@ -2,8 +2,8 @@
 not end a night.
 
 Every row's places are counted and its text searched for the model's own tokens; of files headers
-are read (``mmrl.core.media.scan``). A row is encoded as in training only where it is the first of its
-kind: its roles and media, and any picture of unusual sides, which processors refuse.
+are read (``mmrl.core.media.scan``). A row is encoded as in training only where it is the first of
+its kind: its roles and media, and any picture of unusual sides, which processors refuse.
 """
 
 from __future__ import annotations

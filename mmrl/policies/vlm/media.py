@@ -80,8 +80,8 @@ def images_of(prompt: Prompt) -> list[Any]:
 
 
 def open_image(source: Any, prompt: Prompt, max_pixels: int | None = None) -> Any:
-    """Open an image as PIL in RGB, upright (``mmrl.core.media.pictures``), of which ``max_pixels`` are
-    used. Raises UserError naming the prompt."""
+    """Open an image as PIL in RGB, upright (``mmrl.core.media.pictures``), of which ``max_pixels``
+    are used. Raises UserError naming the prompt."""
     try:
         return rgb_picture(source, max_pixels)
     except PictureError as error:
@@ -152,8 +152,8 @@ def video_at(video: Video, scale: float) -> Video:
 
 
 def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt) -> Video:
-    """Open a video file, or frames at ``fps`` (``mmrl.core.media.clips``), within the budget. Raises
-    UserError naming the prompt."""
+    """Open a video file, or frames at ``fps`` (``mmrl.core.media.clips``), within the budget.
+    Raises UserError naming the prompt."""
     try:
         clip = open_clip(source, fps)
         numbers = sampled(clip.timeline, budgets)

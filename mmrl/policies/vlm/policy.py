@@ -13,11 +13,11 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from mmrl.config.options import Count
 from mmrl.core import pretrained
 from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.effects import FREE_AT_RESUME, REFUSED_AT_RESUME, Effects
 from mmrl.core.host import sent
+from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import (
     Copies,

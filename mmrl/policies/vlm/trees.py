@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
+from mmrl.core.numbers import Count
 from mmrl.core.types import Copies
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.caches import KV

@@ -190,15 +190,15 @@ class PVPO:
     """Take off the mean reward of a reference on the prompt (PVPO), or its moving mean (AVATAR).
 
     Feng et al. 2025, "PVPO: Pre-estimated value-based policy optimization": r - V(prompt). V from
-    ``file`` (JSON lines {"text": ..., "reward": number or list}, from mmrl.apps.prepare.reference_rewards)
-    or from the ``field`` of the prompts; with neither it is the mean reward of the policy when it
-    first meets the prompt (our reading of a frozen policy at the start), measured again after
-    ``refresh`` iterations (0: never). rate: V <- V + rate (mean - V) after every iteration, by the
-    mean of what the policy sampled in it (Kulkarni and Fazli 2025, AVATAR; V of the first is its
-    own mean). key: the field that identifies a prompt. scale: with a "batch", divided by the std of
-    all advantages of the iteration + 1e-4. learned: V is what the value model of
-    ``train.prompt_value`` predicts, as in A-LoL (Baheti et al. 2024). offline: only answers of
-    others (train.demonstrations) are trained on, as there.
+    ``file`` (JSON lines {"text": ..., "reward": number or list}, from
+    mmrl.apps.prepare.reference_rewards) or from the ``field`` of the prompts; with neither it is
+    the mean reward of the policy when it first meets the prompt (our reading of a frozen policy at
+    the start), measured again after ``refresh`` iterations (0: never). rate: V <- V + rate (mean -
+    V) after every iteration, by the mean of what the policy sampled in it (Kulkarni and Fazli
+    2025, AVATAR; V of the first is its own mean). key: the field that identifies a prompt. scale:
+    with a "batch", divided by the std of all advantages of the iteration + 1e-4. learned: V is
+    what the value model of ``train.prompt_value`` predicts, as in A-LoL (Baheti et al. 2024).
+    offline: only answers of others (train.demonstrations) are trained on, as there.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from mmrl.advantages.edges import edge_mean
 from mmrl.advantages.groups import Groups, measured
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
@@ -227,32 +228,3 @@ def _shared_by(name: Tensor) -> Tensor:
     _, index, count = name.unique(return_inverse=True, return_counts=True)
     shared: Tensor = count[index]
     return shared
-
-
-def edge_mean(value: Tensor, weight: Tensor, name: Tensor) -> Tensor:
-    """Return the weighted mean [B] of the rows of each name, NaN where all weights are 0."""
-    _, index = name.unique(return_inverse=True)
-    count = int(index.max()) + 1
-    total = value.new_zeros(count).index_add(0, index, value.nan_to_num(0.0) * weight)
-    return (total / value.new_zeros(count).index_add(0, index, weight))[index]
-
-
-def by_edge(advantage: Tensor, rollout: Rollout) -> Tensor:
-    """Give an edge of a tree the mean advantage of the samples below it, on all their rows, [B, K].
-
-    An edge is trained on at one of its rows only, so that the gradient is that of all samples;
-    those without an advantage are left out of the mean. Without a tree the advantage, [B, 1] or [B,
-    K], stays as it is.
-    """
-    if rollout.edge_id is None:
-        return advantage
-    leaf = advantage.double().expand(rollout.edge_id.shape)
-    names = rollout.edge_id + rollout.group[:, None] * (int(rollout.edge_id.max()) + 1)
-    edges: list[Tensor] = []
-    for k, name in enumerate(names.unbind(1)):
-        repeated = k > 0 and torch.equal(name, names[:, k - 1])
-        repeated = repeated and torch.equal(leaf[:, k], leaf[:, k - 1])
-        edges.append(
-            edges[-1] if repeated else edge_mean(leaf[:, k], leaf[:, k].isfinite().double(), name)
-        )
-    return torch.stack(edges, 1).to(advantage.dtype)

@@ -9,13 +9,13 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 
+from mmrl.advantages.edges import edge_mean
 from mmrl.advantages.groups import Groups, finished, measured
 from mmrl.advantages.normalise import whiten
 from mmrl.advantages.presets import grpo
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout
-from mmrl.zoo.advantages.branch import edge_mean
 from mmrl.zoo.advantages.shaping import Underneath
 
 

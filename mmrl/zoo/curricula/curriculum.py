@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le, Lt
 
-from mmrl.config.options import Count, Natural
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count, Natural
 from mmrl.core.registry import DATA
 from mmrl.core.types import Copies, Prompt
 from mmrl.data.base import Curriculum, Outcome, batch, pick, place

@@ -17,8 +17,8 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import Count, Natural
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count, Natural
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.base import Outcome, batch

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
-from mmrl.config.options import Count
+from mmrl.core.numbers import Count
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.base import Outcome

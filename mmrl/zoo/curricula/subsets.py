@@ -18,9 +18,9 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from numpy.typing import NDArray
 
-from mmrl.config.options import Count, Natural
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count, Natural
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.base import Outcome
@@ -209,8 +209,9 @@ class ByVariance:
     wrong. The standard deviation (population) is of all rewards of the file (our reading).
 
     of: the data source. path: what a run with ``recorded`` wrote, or
-    ``mmrl.apps.prepare.reference_rewards`` of the reference's rollouts, from which PVPO takes its baseline
-    too. least: standard deviation; share: of those that have it, the ones with the largest.
+    ``mmrl.apps.prepare.reference_rewards`` of the reference's rollouts, from which PVPO takes its
+    baseline too. least: standard deviation; share: of those that have it, the ones with the
+    largest.
     """
 
     train: Sequence[Prompt]
@@ -288,11 +289,11 @@ class Depo(Unrenewed):
     and ``spread`` its standard deviation. Without ``path`` all stay. While training: of
     ``candidates`` times as many prompts as are asked, those of the highest explorability are, and
     the share ``replay`` are prompts of the fewest visits. Similar are prompts whose ``embeddings``
-    are, the policy's own states as ``mmrl.apps.prepare.prompt_states`` writes them; without a file those
-    that share words (our reading). ``explore``: ``entropy``, as published: the mean over the last
-    ``window`` visits of sum |A| H, A = (r - mean) / std of an answer in its group and H the mean
-    entropy of its decisions, without worse answers whose H is above ``noise`` times the mean H of
-    the better ones; ``variance``, of a prompt's rewards, which needs nothing recorded (our
+    are, the policy's own states as ``mmrl.apps.prepare.prompt_states`` writes them; without a file
+    those that share words (our reading). ``explore``: ``entropy``, as published: the mean over the
+    last ``window`` visits of sum |A| H, A = (r - mean) / std of an answer in its group and H the
+    mean entropy of its decisions, without worse answers whose H is above ``noise`` times the mean
+    H of the better ones; ``variance``, of a prompt's rewards, which needs nothing recorded (our
     reading). Both are largest where a prompt was never asked.
 
     of: the data source. path: what a run with ``recorded`` wrote; null: no choice before training.

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Gt, Le
 
-from mmrl.config.options import Count
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.base import Outcome

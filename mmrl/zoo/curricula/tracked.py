@@ -77,8 +77,8 @@ class SingleStreamData(Unrenewed):
     drawn as ``of`` does, among which the weights choose, as in the published code; null: all
     prompts. low, high: bounds of the reward, brought to [0, 1]. half: the D, nats, at which half is
     forgotten. forget_min, forget_max: bounds of rho. path: rewards of a reference, as
-    mmrl.apps.prepare.reference_rewards or ``recorded`` write them, that begin alpha and beta; null: 1/2
-    each.
+    mmrl.apps.prepare.reference_rewards or ``recorded`` write them, that begin alpha and beta;
+    null: 1/2 each.
     """
 
     train: Tracked

@@ -10,9 +10,9 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from mmrl.config.options import Draws, Steps
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
+from mmrl.core.numbers import Draws, Steps
 from mmrl.core.registry import GRIDS, LATER, OBJECTIVES, POLICIES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Differentiable

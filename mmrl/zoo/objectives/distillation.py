@@ -12,11 +12,11 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from mmrl.config.options import Count
 from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
+from mmrl.core.numbers import Count
 from mmrl.core.registry import LATER, OBJECTIVES, POLICIES
 from mmrl.core.types import Point
 from mmrl.objectives.policy_gradient import PolicyGradient

@@ -12,11 +12,10 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from mmrl.config.options import Count
-from mmrl.config.unfit import capabilities_of
 from mmrl.core.distributed import all_sum
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
+from mmrl.core.numbers import Count
 from mmrl.core.registry import LATER, OBJECTIVES, POLICIES
 from mmrl.core.types import Fields, Point, Prompt, Rollout, SamplerState, Transition
 from mmrl.core.weights import LIVE
@@ -26,6 +25,7 @@ from mmrl.objectives.forward_process import mean_square, velocity
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.terms import KLPenalty, TimestepShare, TimestepWeighting
 from mmrl.policies.base import Policy, Reads
+from mmrl.policies.capabilities import capabilities_of
 from mmrl.policies.contracts import Branches, Demonstrates
 from mmrl.zoo.objectives import few_step
 from mmrl.zoo.objectives.discriminator import (

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.config.unfit import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.types import Point, SamplerState
 from mmrl.objectives.forward_process import VELOCITIES, velocity
 from mmrl.policies.base import Policy
+from mmrl.policies.capabilities import capabilities_of
 from mmrl.policies.contracts import FollowsProcess
 from mmrl.policies.teaching import misfits, signature
 from samplers.kernels import ddim, ode

@@ -19,11 +19,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.config.options import Draws
-from mmrl.config.unfit import capabilities_of
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
+from mmrl.core.numbers import Draws
 from mmrl.core.registry import TIMES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Tangent, frozen
@@ -32,6 +31,7 @@ from mmrl.objectives.kl import Reference, Refresh
 from mmrl.objectives.surrogates import row_sum
 from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
 from mmrl.policies.base import Policy, Reads
+from mmrl.policies.capabilities import capabilities_of
 from mmrl.zoo.objectives.following import Following
 from samplers.noise import Rng
 

@@ -16,8 +16,8 @@ import torch
 from annotated_types import Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import Count, Draws
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count, Draws
 from mmrl.core.registry import ESTIMATORS
 from mmrl.core.sharding import sharded
 from mmrl.core.types import Point, Rollout

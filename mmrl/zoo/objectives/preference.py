@@ -11,10 +11,10 @@ from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from mmrl.config.options import Draws
 from mmrl.core.distributions import as_gaussian
 from mmrl.core.host import sent
 from mmrl.core.metrics import observe
+from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
 from mmrl.core.weights import Weights

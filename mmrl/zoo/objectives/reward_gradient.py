@@ -11,10 +11,10 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.config.options import Count
 from mmrl.core.distributions import Gaussian, as_gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
+from mmrl.core.numbers import Count
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import LatentPath, Point, Rollout, Transition, WholePath
 from mmrl.objectives.base import Differentiable, Objective, frozen

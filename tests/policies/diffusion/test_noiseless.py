@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 
-from mmrl.config.unfit import NOISELESS
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.policies.base import RolloutContext
+from mmrl.policies.capabilities import NOISELESS
 from mmrl.zoo.objectives import DPO
 from samplers.kernels import flow_ddim
 from samplers.noise import Rng

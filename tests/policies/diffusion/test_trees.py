@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.advantages import dr_grpo
+from mmrl.advantages import by_edge, dr_grpo
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
 from mmrl.policies.diffusion.trees import Tree, size
 from mmrl.rollout.collect import joined
 from mmrl.rollout.stages import Drawn
-from mmrl.zoo.advantages import Branch, by_edge, tree_mean
+from mmrl.zoo.advantages import Branch, tree_mean
 from mmrl.zoo.stages.dynamic_sampling import exchanged
 from samplers.kernels import dance_sde
 from samplers.noise import Rng

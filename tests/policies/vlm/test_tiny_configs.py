@@ -77,3 +77,15 @@ def test_special_tokens_lie_within_the_small_vocabulary():
     assert small["image_token_id"] == small["text_config"]["image_token_id"] == 260
     assert small["video_token_id"] == 261 and small["eos_token_id"] == 259
     assert small["vocab_size"] == 288
+
+
+def test_a_layer_with_heads_of_its_own_keeps_as_many_keys_as_queries():
+    own = {"num_attention_heads": 64, "num_key_value_heads": 64}
+    config = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "per_layer_config": {"1": own},
+    }
+    small = tiny_configs.cut(config)["per_layer_config"]["1"]
+    assert small["num_key_value_heads"] == small["num_attention_heads"]

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from mmrl.config.options import Count
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count
 from mmrl.policies.vlm.generate import Ending
 from samplers.warp import Warp
 

@@ -17,6 +17,7 @@ from mmrl.core.types import Prompt, Query, Rollout
 from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_of, without_empty
 from mmrl.policies.diffusion import attention_backends
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.policies.diffusion.lora_merging import StartsFromLora
 from mmrl.policies.diffusion.two_stages import ROWS
 from mmrl.policies.prompt_states import pooled
 from mmrl.zoo.models.any_pipeline.replay import Replay, Visit
@@ -29,7 +30,7 @@ from samplers.batching import at_width
 from samplers.noise import Rng
 
 
-class ReplayedPolicy(FlowPolicy):
+class ReplayedPolicy(FlowPolicy, StartsFromLora):
     """Samples and scores by calls of a pipeline, whose output at a step is the velocity or the
     prediction; a subclass loads it."""
 

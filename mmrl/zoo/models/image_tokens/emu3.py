@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmrl.config.options import Count
 from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
 from mmrl.policies.contracts import KeepsWhole

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from mmrl.config.options import Count
 from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.model_folders import folder_of
+from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Media, Prompt, Rollout
 from mmrl.core.whole_export import restore_types

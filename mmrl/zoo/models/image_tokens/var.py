@@ -10,9 +10,9 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.config.options import Count
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Copies, Point, Prompt, Rollout, per_prompt
 from mmrl.policies.base import NO_CONTEXT, RolloutContext

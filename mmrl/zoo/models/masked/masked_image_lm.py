@@ -13,10 +13,10 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.config.options import Count, Steps
 from mmrl.core import pretrained
 from mmrl.core.contract import Pictures, returned
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count, Steps
 from mmrl.core.registry import POLICIES, import_name, locate
 from mmrl.core.types import Media, Prompt, Query, Rollout
 from mmrl.policies.base import Precision

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.config.options import Count, Steps
 from mmrl.core import pretrained
 from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
+from mmrl.core.numbers import Count, Steps
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Completion, Media, Point, Prompt, Query, Rollout
 from mmrl.policies.base import Precision

@@ -13,11 +13,11 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import Count
 from mmrl.core import distributed
 from mmrl.core.contract import Pictures
 from mmrl.core.distributions import Categorical, Gaussian, Truncated
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import (

@@ -15,9 +15,9 @@ from annotated_types import Ge, Gt
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from mmrl.config.options import Count, Steps
 from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.host import on_host, sent
+from mmrl.core.numbers import Count, Steps
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder

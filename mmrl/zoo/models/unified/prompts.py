@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import Count
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count
 from mmrl.core.types import Prompt
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.network import Inputs

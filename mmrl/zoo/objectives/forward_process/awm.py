@@ -11,9 +11,9 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.config.options import Draws
 from mmrl.core.distributions import Dist
 from mmrl.core.metrics import observe
+from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import frozen

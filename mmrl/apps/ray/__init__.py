@@ -1,0 +1,1 @@
+"""Trains, samples and scores on a Ray cluster."""

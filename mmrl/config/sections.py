@@ -1,0 +1,99 @@
+"""Defines the sections of a configuration that are plain options: log, alarms, ray; ``train`` and
+``evaluate`` are in ``mmrl.config.options``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from mmrl.config.options import EvaluateOptions, TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count, Natural, Share
+
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Holds ``log:`` of a configuration. ``metrics.jsonl`` always has every iteration; ``every``
+    thins the trackers. ``init_kwargs``: tracker -> arguments of its own ``init``."""
+
+    tensorboard: bool = True
+    wandb: bool = False
+    report_to: Sequence[Tracker] = ()
+    init_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    project: str = "mmrl"
+    every: Annotated[int, Ge(1)] = 1
+    # iterations between those whose texts are kept for the report; 0: none
+    rollouts: Annotated[int, Ge(0)] = 10
+
+    def __post_init__(self) -> None:
+        if unused := sorted(set(self.init_kwargs) - set(self.trackers())):
+            raise UserError(
+                f"log.init_kwargs: {', '.join(unused)} is not in log.report_to, which names the "
+                f"trackers of a run"
+            )
+
+    def trackers(self) -> list[str]:
+        """Return the trackers of a run; ``tensorboard`` and ``wandb`` are short for two of them."""
+        switches = {"tensorboard": self.tensorboard, "wandb": self.wandb}
+        return list(dict.fromkeys([n for n, on in switches.items() if on] + [*self.report_to]))
+
+
+@dataclass(frozen=True)
+class AlarmOptions:
+    """Holds ``alarms:`` of a configuration. An alarm is an event and a line on the terminal; it
+    changes nothing, unless ``stop`` ends a run that cannot learn."""
+
+    enabled: bool = True
+    # iterations in a row with nothing to learn from, after which there is an alarm
+    patience: Annotated[int, Ge(1)] = 2
+    stop: bool = False  # that alarm ends the run, saved, with exit status 3
+    # iterations that a trend is looked for in; also in 4 and 16 times as many
+    window: Annotated[int, Ge(20)] = 40
+    z: Annotated[float, Gt(0)] = 5.0  # standard errors a trend must be away from none
+    # share of the first diversity below which there is an alarm
+    diversity: Annotated[float, Gt(0), Lt(1)] = 0.5
+    contrast: Annotated[float, Gt(0), Lt(1)] = 0.5  # the same of the first contrast
+    # rise of the share of clipped pixel values since the start
+    clipped: Annotated[float, Gt(0), Lt(1)] = 0.2
+    # rise or fall of the share of dark pixels since the start
+    dark: Annotated[float, Gt(0), Lt(1)] = 0.3
+    # share of the first colour, edges and entropy of colours below which there is an alarm; of
+    # colour and edges also above its inverse
+    colour: Annotated[float, Gt(0), Lt(1)] = 0.5
+    edges: Annotated[float, Gt(0), Lt(1)] = 0.5
+    colour_entropy: Annotated[float, Gt(0), Lt(1)] = 0.6
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Holds the options of ``ray``: what ``mmrl train --engine ray`` places on a cluster. The
+    workers of a reward are set beside it (``place: ray``)."""
+
+    # of a running cluster, host:port; null: RAY_ADDRESS, else one of this machine alone is begun
+    address: str | None = None
+    trainers: Count = 1  # processes that train together, as torchrun would start them
+    # copies of the model (ddp), or a part of it in each trainer (fsdp2), as accelerate makes them
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    cpus_per_trainer: Share = 1
+    gpus_per_trainer: Share = 0
+    rollout_workers: Natural = 0  # processes that only sample; 0: the trainers sample
+    cpus_per_rollout_worker: Share = 1
+    gpus_per_rollout_worker: Share = 0
+    # updates that the weights which sample may be behind those that are trained; 0: none
+    staleness: Natural = 0
+    max_restarts: Natural = 3  # of the run, from its last checkpoint, when a trainer is lost
+    timeout: Annotated[float, Gt(0)] = 60.0  # seconds to wait for a cluster, a place or a worker
+
+
+SECTIONS = {
+    "train": TrainOptions,
+    "evaluate": EvaluateOptions,
+    "log": LogOptions,
+    "alarms": AlarmOptions,
+    "ray": RayOptions,
+}

@@ -1,0 +1,5 @@
+"""Advantages of papers beside the grouped one. A name is loaded when it is first used."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

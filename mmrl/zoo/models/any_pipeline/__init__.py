@@ -1,0 +1,1 @@
+"""Policies from any pipeline of diffusers, whose call is replayed."""

@@ -1,0 +1,1 @@
+"""Holds one file for each family of masked models."""

@@ -1,0 +1,1 @@
+"""Objectives that look at finished samples, noised again."""
