@@ -88,8 +88,13 @@ def stages_resume(before: list[Any], after: list[Any]) -> Resumes:
     """Say what it means for a run that goes on that its stages are others, {name: options} each:
     the most that one of them says."""
     changed = [each for each in (*before, *after) if each not in before or each not in after]
-    stages: list[Any] = [STAGES.find(name) for each in changed for name in each]
-    declared = (stage.effects.resumes for stage in stages)
+    declared: list[Resumes] = []
+    for name in {name for each in changed for name in each}:
+        try:
+            stage: Any = STAGES.find(name)
+        except UserError:  # its file is gone, or it lives in a Python session that has ended
+            continue
+        declared.append(stage.effects.resumes)
     return max(declared, key=ORDER.index, default=NONE.resumes)
 
 

@@ -15,7 +15,8 @@ Resumes = Literal["free", "warned", "refused"]
 @dataclass(frozen=True)
 class Effects:
     """States what an option of ``train``, or a stage, does to an iteration; of options of a policy
-    only the last three are asked."""
+    only the last three are asked. What follows from others need not be said: who looks at samples
+    is idle without them, and who returns rows looks at them, exchanges and renames rows."""
 
     # does nothing where answers come from the data
     idle_without_samples: bool = False
@@ -41,6 +42,16 @@ class Effects:
     branches: bool = False
     # settles how many rows a pass has
     sizes_passes: bool = False
+
+    def __post_init__(self) -> None:
+        follows = {
+            "looks_at_samples": self.returns_rows,
+            "exchanges_rows": self.returns_rows,
+            "renames_rows": self.returns_rows,
+            "idle_without_samples": self.returns_rows or self.looks_at_samples,
+        }
+        for name in (name for name, is_so in follows.items() if is_so):
+            object.__setattr__(self, name, True)
 
 
 FREE_AT_RESUME = Effects(resumes="free")  # where, how fast, what is kept of it: not what is learned

@@ -183,15 +183,18 @@ class Registry(dict[str, Plugin]):
         takes: Sequence[str] = (),
         has: Sequence[str] = (),
         least: int | None = None,
+        refuses: Callable[[Plugin], str] = lambda entry: "",
     ):
         """``group``: of the entry points under which a third party registers. ``takes``: with what
         a function, or an object of a class, is called. ``has``: what a class must define; then
-        functions do not fit. ``least``: so few of ``takes`` are enough for a function."""
+        functions do not fit. ``least``: so few of ``takes`` are enough for a function.
+        ``refuses`` says why an entry that has it all cannot be named."""
         super().__init__(entries)
         self.kind = kind
         self.group = group or f"mmrl.{kind}s"
         self.takes = tuple(takes)
         self.has = tuple(has)
+        self.refuses = refuses
         self.counts = range(least or len(self.takes), len(self.takes) + 1)
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
@@ -235,7 +238,7 @@ class Registry(dict[str, Plugin]):
             return f"{what} is a class with {' and '.join(self.has)}; this has no {lacking[0]}"
         if self.takes and not any(_can_take(entry, count) for count in self.counts):
             return f"its parameters must be ({', '.join(self.takes)}); this takes {_taken(entry)}"
-        return ""
+        return self.refuses(entry)
 
     def discover(self) -> None:
         """Register what installed packages offer by entry points; warn of one that cannot be
@@ -299,6 +302,12 @@ def _taken(entry: Plugin) -> str:
         return str(inspect.signature(entry))
     except (TypeError, ValueError):
         return "no parameters that can be read"
+
+
+def _asked_elsewhere(stage: Plugin) -> str:
+    """Say which option of ``train`` asks for a stage, so that ``train.stages`` does not."""
+    option = getattr(stage, "option", "")
+    return f"train.{option} asks for it; set that" if option else ""
 
 
 def refuse_foreign_code() -> None:
@@ -414,7 +423,7 @@ ESTIMATORS = Registry(
     "estimator", group="mmrl.estimators", takes=("policy", "rollout", "rng", "epoch")
 )
 # stages change which rows of an iteration are trained on
-STAGES = Registry("stage", has=("groups", "begin"))
+STAGES = Registry("stage", has=("groups", "begin", "effects"), refuses=_asked_elsewhere)
 # metrics of what an iteration sampled
 MONITORS = Registry("monitor", takes=("sampled",))
 # vision-language models that rewards query

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -142,6 +142,36 @@ class PromptMoments(Fields):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Records(Fields):
+    """Holds what stages record of rows, by name: numbers [B, *], NaN where a row has none."""
+
+    columns: Mapping[str, Tensor]
+
+    def row_fields(self) -> dict[str, Tensor | Fields]:
+        return {**self.columns}
+
+    def map(self, fn: Callable[[Tensor], Any]) -> Records:
+        return Records(columns={name: fn(column) for name, column in self.columns.items()})
+
+    @classmethod
+    def cat(cls, parts: Sequence[Records]) -> Records:
+        names = parts[0].columns
+        return cls(columns={n: torch.cat([part.columns[n] for part in parts]) for n in names})
+
+    def of(self, rows: Rollout) -> Records:
+        """Return the same columns of other rows, NaN where they have none."""
+        known = {} if rows.records is None else rows.records.columns
+        return Records(
+            columns={
+                name: known[name]
+                if name in known
+                else column.new_full((len(rows), *column.shape[1:]), torch.nan)
+                for name, column in self.columns.items()
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout(Rows):
     """Records what a policy sampled. A *decision* is a sampled value whose probability is known."""
 
@@ -169,6 +199,30 @@ class Rollout(Rows):
     drift: Tensor | None = None
     # [B] reward that a value model predicts of the prompt; None: there is no such model
     value: Tensor | None = None
+    records: Records | None = None  # of stages; None: there is none
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """Join rows that share their prompts, with what is recorded of the first part's."""
+        first = parts[0].records
+        if first is not None:
+            parts = [part.replace(records=first.of(part)) for part in parts]
+        return super().cat(parts)
+
+    def recorded(self, name: str, values: Tensor) -> Self:
+        """Return the rows with a record of that name, [B, *]."""
+        known = {} if self.records is None else self.records.columns
+        return self.replace(records=Records(columns={**known, name: values}))
+
+    def record(self, name: str) -> Tensor:
+        """Return what a stage recorded under a name, [B, *]; UserError where none did."""
+        known = {} if self.records is None else self.records.columns
+        if name not in known:
+            raise UserError(
+                f"no stage records {name!r} of rows; add the one that does to train.stages, or "
+                f"take what is recorded: {', '.join(known) or 'nothing'}"
+            )
+        return known[name]
 
     def prompt_per_row(self) -> list[Prompt]:
         """Return the prompt of every row, B of them."""

@@ -288,7 +288,10 @@ def test_the_options_of_an_entry_can_be_written_and_checked(kind, name):
         )
 
 
-@pytest.mark.parametrize(("kind", "name"), ENTRIES)
+@pytest.mark.parametrize(
+    ("kind", "name"),  # a stage that an option of train asks for is not named itself
+    [e for e in ENTRIES if not getattr(ALL[e[0]][e[1]], "option", "")],
+)
 def test_an_unknown_option_is_refused_with_what_there_is(kind, name):
     with pytest.raises(UserError, match="no_such_option: unknown option") as error:
         build({name: {"no_such_option": 1}}, ALL[kind], kind)

@@ -37,12 +37,7 @@ class AdaptiveSampling(Stage):
     """
 
     option = "adaptive_sampling"
-    effects = Effects(
-        idle_without_samples=True,
-        looks_at_samples=True,
-        exchanges_rows=True,
-        renames_rows=True,
-    )
+    effects = Effects(looks_at_samples=True, exchanges_rows=True, renames_rows=True)
 
     def __init__(self, options: AdaptiveRounds, seed: int, group_size: int):
         self.options = options

@@ -31,12 +31,7 @@ class DynamicSampling(Stage):
     rounds."""
 
     option = "dynamic_sampling_rounds"
-    effects = Effects(
-        idle_without_samples=True,
-        looks_at_samples=True,
-        renames_rows=True,
-        in_dry_run=False,
-    )
+    effects = Effects(looks_at_samples=True, renames_rows=True, in_dry_run=False)
 
     def __init__(self, options: TrainOptions, prompts: Sequence[Prompt]):
         self.options = options

@@ -61,11 +61,7 @@ class PartialRollouts(OldAnswers):
     continued: list[Waiting | None] = field(default_factory=list)  # in the call under way
     saved_as = option = "partial_rollout"
     effects = Effects(
-        idle_without_samples=True,
-        looks_at_samples=True,
-        changes_sampling=True,
-        exchanges_rows=True,
-        in_dry_run=False,
+        looks_at_samples=True, changes_sampling=True, exchanges_rows=True, in_dry_run=False
     )
 
     def __post_init__(self) -> None:

@@ -66,6 +66,7 @@ def remembered(drawn: Drawn, rows: Tensor, index: int, iteration: int) -> Rememb
         all_samples=None,
         drift=None,
         value=None,
+        records=None,
         advantage=None,
         provenance=rollout.provenance.replace(is_replayed=None),  # it will be, whatever it was
     )
@@ -77,7 +78,7 @@ class OldAnswers(Stage):
     """Remembers answers by their prompts' places in the data, for policies that can be shown old
     answers again."""
 
-    effects = Effects(idle_without_samples=True, looks_at_samples=True, exchanges_rows=True)
+    effects = Effects(looks_at_samples=True, exchanges_rows=True)
     policy: Policy
     prompts: Sequence[Prompt]
 

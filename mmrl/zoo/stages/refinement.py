@@ -34,12 +34,7 @@ class Refined(KnowsPrompts):
     """
 
     option = "refinement"
-    effects = Effects(
-        idle_without_samples=True,
-        looks_at_samples=True,
-        exchanges_rows=True,
-        in_dry_run=False,
-    )
+    effects = Effects(looks_at_samples=True, exchanges_rows=True, in_dry_run=False)
 
     def __init__(self, options: Refinement, setup: Setup):
         self.options = options

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmrl.config.options import Reuse
 from mmrl.core import distributed
+from mmrl.core.effects import Effects
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.policies.base import Policy
@@ -51,7 +52,7 @@ class ReplayBuffer(OldAnswers):
     entries: list[Remembered] = field(default_factory=list)
     saved_as = "memory"
     option = "replay_buffer"
-    effects = replace(OldAnswers.effects, renames_rows=True, returns_rows=True)
+    effects = Effects(returns_rows=True)
 
     @classmethod
     def build(cls, setup: Setup) -> ReplayBuffer | None:

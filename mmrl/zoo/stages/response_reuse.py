@@ -21,6 +21,7 @@ from torch import Tensor
 from mmrl.advantages.groups import measured
 from mmrl.config.options import ResponseReuse
 from mmrl.core import distributed
+from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rollout
@@ -65,7 +66,7 @@ class ReusedResponses(OldAnswers):
     entries: dict[int, list[Remembered]] = field(default_factory=dict)
     levels: dict[int, float] = field(default_factory=dict)  # moving mean rewards, with strata
     saved_as = option = "response_reuse"
-    effects = replace(OldAnswers.effects, renames_rows=True, returns_rows=True, in_dry_run=False)
+    effects = Effects(returns_rows=True, in_dry_run=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

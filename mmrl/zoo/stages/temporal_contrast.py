@@ -34,7 +34,7 @@ class Contrasted(KnowsPrompts):
     """
 
     option = "temporal_contrast"
-    effects = Effects(idle_without_samples=True, looks_at_samples=True)
+    effects = Effects(looks_at_samples=True)
 
     def __init__(self, options: TemporalContrast, setup: Setup):
         self.options = options

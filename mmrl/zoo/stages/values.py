@@ -34,7 +34,7 @@ class PromptValues(KnowsPrompts):
     """
 
     saved_as = option = "prompt_value"
-    effects = Effects(idle_without_samples=True, looks_at_samples=True)
+    effects = Effects(looks_at_samples=True)
 
     def __init__(self, options: PromptValue, setup: Setup):
         self.options = options

@@ -30,11 +30,7 @@ class Demonstrated(KnowsPrompts):
 
     option = "demonstrations"
     effects = Effects(
-        idle_without_samples=True,
-        looks_at_samples=True,
-        exchanges_rows=True,
-        brings_answers=True,
-        in_dry_run=False,
+        looks_at_samples=True, exchanges_rows=True, brings_answers=True, in_dry_run=False
     )
 
     def __init__(self, options: Demonstrations, setup: Setup, known: Known):

@@ -1,0 +1,130 @@
+"""A stage with a state, in one file outside of the package: the one of docs/extending.md. What it
+declares is refused and accepted where it must be, and nothing else has to know of it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.config import effects
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import STAGES, import_file, load_built_in
+from mmrl.core.types import Rollout
+from mmrl.experiment import changes, state
+from tests.config.test_refusals import FLOW, SITUATIONS, SIZES, problems
+from tests.train.test_trainer import make_trainer
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+KEY = "train.stages.best_so_far"
+IDLE = "so it would do nothing: leave it out"
+TREE = (
+    "it exchanges single answers, and those of a tree share their beginnings; leave it out, or the "
+    "policy's tree"
+)
+REFUSED = {
+    "supervised": f"supervised fine-tuning samples and rewards nothing, {IDLE}",
+    "preferences": f"nothing is sampled with train.preferences, {IDLE}",
+    "trees of flows": TREE,
+    "trees of texts": TREE,
+    "partial rollouts": "it looks at the answers of an iteration, of which train.partial_rollout "
+    "leaves some to the next: leave one of them out",
+    "gradient of the reward": "this objective draws the noise of every path again, by the names "
+    "that rows have now; leave it out, or choose policy_gradient",
+    "Ray ahead": "it cannot be had with sampling ahead (ray.staleness): leave one of them out",
+}
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    load_built_in()
+    STAGES.pop("best_so_far", None)  # the test of the page may have run in this process
+    (text,) = re.findall(r"```python\n(# my_stage.py\n.*?)```", PAGE.read_text(), re.DOTALL)
+    file = tmp_path_factory.mktemp("user") / "my_stage.py"
+    file.write_text(text)
+    yield import_file(file).BestSoFar
+    del STAGES["best_so_far"]
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_it_is_refused_by_what_it_declares(stage, situation):
+    plain = SITUATIONS[situation]
+    expected = {f"{KEY}: {REFUSED[situation]}"} if situation in REFUSED else set()
+    train = plain["train"] | {"stages": [{"best_so_far": {"margin": 0.1}}]}
+    assert problems(plain | {"train": train}) == expected
+
+
+def test_what_another_declares_is_refused_elsewhere(stage, monkeypatch):
+    other = replace(stage.effects, changes_sampling=True, looks_at_samples=False)
+    monkeypatch.setattr(stage, "effects", other)
+    plain = SITUATIONS["Ray elsewhere"]
+    (why,) = problems(plain | {"train": SIZES | {"stages": ["best_so_far"]}})
+    assert why == f"{KEY}: it cannot be had with sampling elsewhere: leave one of them out"
+
+
+def test_what_a_policy_lacks_is_said_before_it_is_built(stage, monkeypatch):
+    lacks = classmethod(lambda cls, options, policy: [("margin", f"{policy} lacks {options}")])
+    monkeypatch.setattr(stage, "unfit", lacks)
+    train = TrainOptions(**SIZES, stages=(stage(0.1),))
+    (why,) = effects.unsupported(train, "Nobody")
+    assert why == f"{KEY}.margin: Nobody lacks BestSoFar(margin=0.1)"
+
+
+@pytest.mark.parametrize("resumes", ["free", "warned", "refused"])
+def test_a_resume_asks_what_it_declares(stage, monkeypatch, resumes):
+    monkeypatch.setattr(stage, "effects", replace(stage.effects, resumes=resumes))
+    before, after = ([{"best_so_far": {"margin": margin}}] for margin in (0.0, 0.1))
+    assert changes.effect(("train", "stages"), before, after, {"train": {}}) == resumes
+    assert changes.effect(("train", "stages"), before, [], {"train": {}}) == resumes
+
+
+def test_a_dry_run_takes_it_if_it_says_so(stage, monkeypatch):
+    train = TrainOptions(**SIZES, stages=(stage(),))
+    assert effects.in_dry_run(train).stages == ()
+    monkeypatch.setattr(stage, "effects", replace(stage.effects, in_dry_run=True))
+    assert effects.in_dry_run(train).stages == train.stages
+
+
+def test_a_stage_that_an_option_asks_for_is_not_named():
+    train = SIZES | {"stages": ["replay_buffer"]}
+    (why,) = problems(FLOW | {"train": train})
+    assert why.endswith("'replay_buffer' does not fit: train.replay_buffer asks for it; set that")
+
+
+@pytest.mark.parametrize("family", ["flow", "causal"])
+def test_it_grows_groups_records_and_goes_on_from_a_checkpoint(stage, family):
+    """The reward falls from call to call, so that the first answers stay the best."""
+    calls = [0]
+
+    def falling(media, prompts):
+        calls[0] += 1
+        return torch.arange(len(media)).double() / 100 - calls[0]
+
+    def trainer():
+        sizes = {"prompts_per_iteration": 16, "group_size": 4, "micro_batch_size": None}
+        return make_trainer(family, reward=falling, stages=(stage(),), **sizes)
+
+    first = trainer()
+    assert first.iterate()["best_so_far/rows"] == 0 and first.iterate()["best_so_far/rows"] == 16
+    arrays, meta = state.capture(first)
+    again = trainer()
+    state.restore(again, arrays, meta)
+    for batch in (first.collect(), again.collect()):
+        assert batch.rollout.group.bincount().tolist() == [5] * 16 == [*batch.group_sizes]
+        best = batch.rollout.record("best")  # of each prompt that of the first iteration
+        wanted = [(4 * group + 3) / 100 - 1 for group in range(16) for _ in range(5)]
+        assert sorted(best.tolist()) == pytest.approx(wanted)
+        assert batch.rollout.provenance.is_replayed.sum() == 16
+    with pytest.raises(UserError, match="no stage records 'surprise' of rows.*: best"):
+        batch.rollout.record("surprise")
+
+
+def test_rows_without_a_record_have_none():
+    rows = make_trainer().collect().rollout
+    known = rows[:2].recorded("age", torch.tensor([1.0, 2.0]))
+    both = Rollout.cat([known, rows[2:4]])
+    assert both.record("age")[:2].tolist() == [1, 2] and both.record("age")[2:].isnan().all()
+    assert both[torch.tensor([1, 0])].record("age").tolist() == [2, 1]
+    assert Rollout.cat([rows[2:4], known]).records is None
