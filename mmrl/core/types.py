@@ -449,28 +449,28 @@ def _of_kind(part: object, kind: type[Part], record: str) -> Part:
 
 
 class Completion(str):
-    """Holds a text that a model wrote, with what a reward may need to know of it. Its slices are
-    plain strings."""
+    """Holds a text that a model wrote, with what a reward may need to know of it; None: not known.
+    Its slices are plain strings."""
 
-    tokens: int  # how many, the one that ended it included
-    finished: bool  # ended by its end token; False: it was cut at the limit
-    logprob: float  # mean over its tokens under the sampling distribution
-    # mean over its tokens of KL(uniform || the model's distribution); None: not recorded
+    tokens: int | None  # how many, the one that ended it included
+    finished: bool | None  # ended by its end token; False: it was cut at the limit
+    logprob: float | None  # mean over its tokens under the sampling distribution
+    # mean over its tokens of KL(uniform || the model's distribution)
     self_certainty: float | None
-    # mean over its tokens of log p(token | question) - log p(token); None: not recorded
+    # mean over its tokens of log p(token | question) - log p(token)
     question_gain: float | None = None
-    # log-prob of the token that judges an answer, behind its last one; None: not recorded
+    # log-prob of the token that judges an answer, behind its last one
     last_logprob: float | None = None
-    # tokens that any answer of its batch may have: decisions K of a row; None: not known
+    # tokens that any answer of its batch may have: decisions K of a row
     limit: int | None
-    spell: Callable[[], list[str]] | None  # the texts up to each of its tokens; None: not known
+    spell: Callable[[], list[str]] | None  # the texts up to each of its tokens
 
     def __new__(
         cls,
         text: str,
-        tokens: int,
-        finished: bool,
-        logprob: float,
+        tokens: int | None = None,
+        finished: bool | None = None,
+        logprob: float | None = None,
         self_certainty: float | None = None,
         limit: int | None = None,
         spell: Callable[[], list[str]] | None = None,
@@ -483,3 +483,8 @@ class Completion(str):
         completion.limit = limit
         completion.spell = spell
         return completion
+
+    @classmethod
+    def of(cls, text: str) -> Completion:
+        """Return a completion as it is, and another text as one of which nothing is known."""
+        return text if isinstance(text, cls) else cls(text)

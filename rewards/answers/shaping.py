@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.thoughts import MARK, one_thought
-from mmrl.core.types import Prompt, Reward
+from mmrl.core.types import Completion, Prompt, Reward
 from rewards.answers.reading import boxed, final, strict_json
 from rewards.answers.reading.parts import ANSWER, only_answer
 from rewards.answers.verifiable import Verdict, Verifiable
@@ -52,8 +52,8 @@ FORMS: dict[str, Callable[[str], bool]] = {
 
 def length(text: str) -> int:
     """Count tokens, if the text knows them (``Completion``), else words."""
-    tokens = getattr(text, "tokens", None)
-    return int(tokens) if tokens is not None else len(text.split())
+    tokens = Completion.of(text).tokens
+    return len(text.split()) if tokens is None else tokens
 
 
 class Shaping(Verifiable):

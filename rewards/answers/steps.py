@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from mmrl.core.types import Prompt, Reward
+from mmrl.core.types import Completion, Prompt, Reward
 from rewards.answers.coords import Unscorable
 from rewards.answers.reading import normal, plain, quantity_in, stated, worst
 from rewards.answers.reading.names import names_of
@@ -149,7 +149,7 @@ class KeySteps(Verifiable):
         total = super().__call__(texts, prompts)
         if not self.each:
             return total
-        limits = [limit for text in texts if (limit := getattr(text, "limit", None)) is not None]
+        limits = [limit for text in texts if (limit := Completion.of(text).limit) is not None]
         if len(limits) < len(texts):  # texts from elsewhere, of which nobody knows the tokens
             return total[:, None]
         rows = [

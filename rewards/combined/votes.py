@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from mmrl.core.types import Prompt
+from mmrl.core.types import Completion, Prompt
 from rewards.answers.reading import normal, quantity_in, stated
 from rewards.base.groups import groups_of
 from rewards.card import card
@@ -158,7 +158,8 @@ def mean_logprob(media: Sequence[str], prompts: list[Prompt], *, scale: float = 
     A signal without any judge, and one that is easily hacked by saying little; NaN for texts of
     unknown origin.
     """
-    return scale * torch.tensor([float(getattr(text, "logprob", torch.nan)) for text in media])
+    logprobs = [Completion.of(text).logprob for text in media]
+    return scale * torch.tensor([math.nan if value is None else value for value in logprobs])
 
 
 @REWARDS.register("self_certainty")
@@ -178,7 +179,7 @@ def self_certainty(media: Sequence[str], prompts: list[Prompt], *, scale: float 
     Raises:
         UserError: no text knows its certainty.
     """
-    known = [getattr(text, "self_certainty", None) for text in media]
+    known = [Completion.of(text).self_certainty for text in media]
     if known and all(value is None for value in known):
         raise UserError(
             "reward 'self_certainty': the texts do not say how sure their model was; set "
@@ -205,7 +206,11 @@ def self_aligned(media: Sequence[str], prompts: list[Prompt]) -> Tensor:
     Raises:
         UserError: no text knows its gain.
     """
-    gains = recorded_in(media, "question_gain", "self_aligned", "record_question_gain to true")
+    gains = recorded(
+        [Completion.of(text).question_gain for text in media],
+        "self_aligned",
+        "record_question_gain to true",
+    )
     return (1 - (-gains).exp()).clamp(-1, 1).float()
 
 
@@ -232,14 +237,15 @@ def last_token(
     Raises:
         UserError: no text knows its score.
     """
-    scores = recorded_in(media, "last_logprob", "last_token", "self_score to a token")
+    scores = recorded(
+        [Completion.of(text).last_logprob for text in media], "last_token", "self_score to a token"
+    )
     return (scale * (scores - reference)).float()
 
 
-def recorded_in(media: Sequence[str], name: str, reward: str, remedy: str) -> Tensor:
-    """Read what texts know of themselves, [B] float64, NaN for those that do not; UserError where
+def recorded(values: Sequence[float | None], reward: str, remedy: str) -> Tensor:
+    """Return what texts know of themselves, [B] float64, NaN for those that do not; UserError where
     none does."""
-    values = [getattr(text, name, None) for text in media]
     if values and all(value is None for value in values):
         raise UserError(
             f"reward {reward!r}: the texts do not hold what it reads; set policy.vlm.{remedy}"

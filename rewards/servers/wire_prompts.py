@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mmrl.core.media.pictures import rgb_picture
-from mmrl.core.types import Prompt
+from mmrl.core.types import Completion, Prompt
 from rewards.base.files import open_picture
 from rewards.base.media import to_uint8
 from rewards.card import PICTURES
@@ -23,17 +23,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 PNG = "png"  # {"png": "<base64>"} stands for a picture
 
 
-class MarkedText(str):
-    """Holds a text with what its policy knew of it (``mmrl.core.types.Completion``)."""
-
-    tokens: int
-    finished: bool
-    logprob: float
-    self_certainty: float
-    question_gain: float
-    last_logprob: float
-
-
+# what the policy knew of a text: name of a ``Completion``'s attribute -> its types in JSON
 MARKS = {
     "tokens": (int,),
     "finished": (bool,),
@@ -51,9 +41,10 @@ def marks_of(texts: Sequence[str]) -> list[dict[str, Any] | None] | None:
 
 
 def _mark(text: str) -> dict[str, Any] | None:
-    known = {name: value for name in MARKS if (value := getattr(text, name, None)) is not None}
-    # JSON has no NaN
-    return {name: value for name, value in known.items() if math.isfinite(value)} or None
+    known = {name: value for name, value in vars(Completion.of(text)).items() if name in MARKS}
+    return {  # JSON has no NaN
+        name: value for name, value in known.items() if value is not None and math.isfinite(value)
+    } or None
 
 
 def marked_texts(texts: Sequence[str], marks: Any) -> list[str]:
@@ -68,7 +59,7 @@ def marked_texts(texts: Sequence[str], marks: Any) -> list[str]:
     ]
 
 
-def _marked_text(text: str, mark: Any) -> MarkedText:
+def _marked_text(text: str, mark: Any) -> Completion:
     if not isinstance(mark, dict) or any(
         name not in MARKS or type(v) not in MARKS[name] for name, v in mark.items()
     ):
@@ -80,7 +71,7 @@ def _marked_text(text: str, mark: Any) -> MarkedText:
     # a whole number of JSON may have any length
     if any(abs(value) > 2**53 for value in mark.values()):
         raise ValueError("expected numbers below 2**53")
-    marked = MarkedText(text)
+    marked = Completion(text)
     for name, value in mark.items():
         setattr(marked, name, float(value) if float in MARKS[name] else value)
     return marked
