@@ -16,6 +16,7 @@ MODULES = (
     "answers.maze",
     "answers.pointing",
     "answers.reference",
+    "answers.routed",
     "answers.shaping",
     "answers.spans",
     "answers.steps",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from itertools import accumulate, islice
 from typing import Any, Literal
 
@@ -194,7 +194,7 @@ def true_spans(prompt: Prompt) -> list[Span]:
     flat = (
         isinstance(value, (list, tuple))
         and len(value) == 2
-        and not any(hasattr(v, "__len__") for v in value)
+        and not any(isinstance(v, Sized) for v in value)
     )
     intervals = [
         (start, end)

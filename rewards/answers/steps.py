@@ -1,5 +1,5 @@
-"""Defines ``key_steps``, ``vqa``, ``video_qa`` and ``routed``: reasoning steps, questions about
-images and videos, mixtures."""
+"""Defines ``key_steps``, ``vqa`` and ``video_qa``: reasoning steps, questions about images and
+videos."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from mmrl.core.types import Completion, Prompt, Reward
+from mmrl.core.types import Completion, Prompt
 from rewards.answers.coords import Unscorable
 from rewards.answers.reading import normal, plain, quantity_in, stated, worst
 from rewards.answers.reading.names import names_of
@@ -26,8 +26,7 @@ from rewards.answers.reading.published import agreement, vqa_key
 from rewards.answers.spans import Temporal, true_spans
 from rewards.answers.verifiable import Verdict, Verifiable, need, tagged
 from rewards.answers.words import Answer, Choice
-from rewards.card import card, card_of, pictures_of
-from rewards.combined.parts import refuse_memory
+from rewards.card import card, card_of
 
 Share = Annotated[float, Ge(0), Le(1)]
 
@@ -328,109 +327,3 @@ class VideoQa(Verifiable):
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         return self._inner(prompt).wrong_answers(prompt)
-
-
-@REWARDS.register("routed")
-@card(
-    media="text",
-    source="Mixed-R1 (arXiv:2505.24164), VLAA-Thinker (arXiv:2504.11468)",
-    scaling="as the routes",
-)
-class Routed(Verifiable):
-    """Send each answer to the verifier of its task in a mixture; the prompt's field ``task`` says
-    which.
-
-    Args:
-        routes: task -> a reward and its options, such as ``{detect: {detection: {measure: f1}},
-            count: count}``.
-        by: the field that names the task.
-        default: for prompts of other tasks or without one; None: they cannot be scored.
-    """
-
-    def __init__(
-        self,
-        routes: dict[str, Annotated[Reward, REWARDS]],
-        by: str = "task",
-        default: Annotated[Reward, REWARDS] | None = None,
-    ):
-        if not routes:
-            raise UserError("reward 'routed': routes is empty; name at least one, {task: reward}")
-        self.routes = dict(routes)
-        self.by = by
-        self.default = default
-        parts = [*routes.values(), *([default] if default else [])]
-        refuse_memory(parts)
-        cards = [card_of(part) for part in parts]
-        low = [c.low for c in cards if c.low is not None]
-        high = [c.high for c in cards if c.high is not None]
-        self.card = replace(
-            card_of(type(self)),
-            needs=(by,) if default is None else (),
-            pictures=pictures_of(parts),
-            low=min(low) if len(low) == len(cards) else None,
-            high=max(high) if len(high) == len(cards) else None,
-        )
-
-    def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
-        """Judge each route's rows at once."""
-        verdicts: dict[int, Verdict] = {}
-        rows: dict[int, tuple[Reward, list[int]]] = {}
-        self._check(texts, prompts)
-        for i, prompt in enumerate(prompts):
-            try:
-                route = self._route(prompt)
-                rows.setdefault(id(route), (route, []))[1].append(i)
-            except Unscorable as error:
-                verdicts[i] = Verdict(math.nan, "ok", str(error))
-        for route, rows_of_route in rows.values():
-            batch = [texts[i] for i in rows_of_route], [prompts[i] for i in rows_of_route]
-            judged = (
-                route.verdicts(*batch)
-                if hasattr(route, "verdicts")
-                else [Verdict(float(v)) for v in route(*batch)]
-            )
-            verdicts |= zip(rows_of_route, judged)
-        return [verdicts[i] for i in range(len(prompts))]
-
-    def judge(self, text: str, prompt: Prompt) -> Verdict:
-        (verdict,) = self.verdicts([text], [prompt])
-        if math.isnan(verdict.score):
-            raise Unscorable(verdict.note)
-        return verdict
-
-    def _route(self, prompt: Prompt) -> Reward:
-        task = prompt.get(self.by)
-        route = self.routes.get(str(task), self.default) if task is not None else self.default
-        if route is None:
-            raise Unscorable(
-                f'"{self.by}" is {task!r}; there are routes for: {", ".join(self.routes)}'
-            )
-        return route
-
-    def tasks(self, prompts: Sequence[Prompt]) -> dict[str, tuple[Reward, list[Prompt]]]:
-        """Group prompts by task, each with the reward that judges it: this one where none does."""
-        tasks: dict[str, tuple[Reward, list[Prompt]]] = {}
-        for prompt in prompts:
-            try:
-                route = self._route(prompt)
-            except Unscorable:
-                route = cast(Reward, self)
-            task = str(prompt.get(self.by, "default"))
-            tasks.setdefault(task, (route, []))[1].append(prompt)
-        return tasks
-
-    def ground_truth(self, prompt: Prompt) -> str:
-        answer: str = self._own(prompt).ground_truth(prompt)
-        return answer
-
-    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
-        answers: dict[str, str] = self._own(prompt).wrong_answers(prompt)
-        return answers
-
-    def _own(self, prompt: Prompt) -> Any:
-        route = self._route(prompt)
-        if not hasattr(route, "ground_truth"):
-            raise Unscorable(
-                f"the reward of task {prompt.get(self.by)!r} cannot write down a ground truth"
-            )
-        return route

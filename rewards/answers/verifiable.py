@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -147,7 +147,7 @@ def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
     """Return the right boxes, [M, 4] float64, in the space of the prompt; one box may stand without
     the outer list."""
     value = need(prompt, field)
-    value = [value] if len(value) == 4 and not any(hasattr(v, "__len__") for v in value) else value
+    value = [value] if len(value) == 4 and not any(isinstance(v, Sized) for v in value) else value
     boxes = [finite(box, 4, field) for box in value]
     for box in boxes:
         if box[2] <= box[0] or box[3] <= box[1]:

@@ -26,6 +26,11 @@ from rewards.base.media import to_uint8
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Preprocess = Literal["tensor", "pil"]
+DTYPES: dict[Precision, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 POOLER = ("pooler.",)  # a layer that many encoders are published without
 _shared: WeakValueDictionary[tuple[Any, ...], torch.nn.Module] = WeakValueDictionary()
 
@@ -63,7 +68,7 @@ def load_class(
     if model is None:
         try:
             with torch.random.fork_rng(devices=[]):  # missing weights are drawn
-                model = load_network(entry, place, dtype=getattr(torch, dtype), unread=unread)
+                model = load_network(entry, place, dtype=DTYPES[dtype], unread=unread)
         except UserError as error:
             raise UserError(missing(entry.__name__, place, error)) from error
         model = model.eval().requires_grad_(False).to(where)

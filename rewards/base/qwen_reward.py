@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 from mmrl.core.pretrained import from_tensors
 from rewards.base.clip import pick_device
-from rewards.base.hf import Precision, load_processor
+from rewards.base.hf import DTYPES, Precision, load_processor
 
 WRAPPER = "base_model.model."
 LORA = re.compile(r"\.lora_([AB])\.\w+\.weight$")
@@ -112,7 +112,7 @@ def load_backbone(tensors: dict[str, Tensor], base: str, dtype: Precision) -> nn
     config = load_processor("Qwen2VLConfig", base)
     config.text_config.vocab_size = tensors["language_model.embed_tokens.weight"].shape[0]
     model: nn.Module
-    model, loading = from_tensors(Qwen2VLModel, config, tensors, getattr(torch, dtype))
+    model, loading = from_tensors(Qwen2VLModel, config, tensors, DTYPES[dtype])
     if not loading.is_whole:
         raise KeyError((*loading.missing, *loading.misshapen)[0])
     return model

@@ -4,8 +4,9 @@ texts."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,15 +14,55 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt, Reward
-from rewards.card import Of, card, card_of, pictures_of
-from rewards.combined.parts import refuse_memory, rows_of
+from rewards.card import Card, card, card_of, pictures_of
+from rewards.combined.parts import counters_of, refuse_memory, rows_of
 
 Part = Annotated[Reward, REWARDS]
 
 
+class Routes:
+    """Holds the reward of each task of a mixture; the prompt's field ``by`` names its task."""
+
+    name: ClassVar[str]
+
+    def __init__(self, routes: dict[str, Part], by: str = "task", default: Part | None = None):
+        if not routes:
+            raise UserError(
+                f"reward {self.name!r}: routes is empty; name at least one, {{task: reward}}"
+            )
+        self.routes = dict(routes)
+        self.by = by
+        self.default = default
+        self.parts = [*routes.values(), *([default] if default else [])]
+        refuse_memory(self.parts)
+        self.card = replace(
+            card_of(type(self)),
+            needs=() if default else (by,),
+            pictures=pictures_of(self.parts),
+            **self.described([card_of(part) for part in self.parts]),
+        )
+
+    def described(self, cards: list[Card]) -> dict[str, Any]:
+        """Return what else the card says, by those of the parts. Raises UserError."""
+        raise NotImplementedError
+
+    def route_of(self, prompt: Prompt) -> Reward | None:
+        """Return the reward of a prompt; None where none is for its task."""
+        task = prompt.get(self.by)
+        return self.default if task is None else self.routes.get(str(task), self.default)
+
+    def rows_by_route(self, prompts: Sequence[Prompt]) -> list[tuple[Reward | None, list[int]]]:
+        """List each reward with its rows, which it judges at once."""
+        rows: dict[int, tuple[Reward | None, list[int]]] = {}
+        for i, prompt in enumerate(prompts):
+            route = self.route_of(prompt)
+            rows.setdefault(id(route), (route, []))[1].append(i)
+        return list(rows.values())
+
+
 @REWARDS.register("by_task")
 @card(source="PairUni (arXiv:2510.25682)", scaling="as the routes")
-class ByTask:
+class ByTask(Routes):
     """Send each sample to the reward of its task in a mixture; the prompt's field ``task`` says
     which.
 
@@ -31,49 +72,29 @@ class ByTask:
         default: for prompts of other tasks or without one; None: they cannot be scored.
     """
 
-    def __init__(self, routes: dict[str, Part], by: str = "task", default: Part | None = None):
-        if not routes:
-            raise UserError("reward 'by_task': routes is empty; name at least one, {task: reward}")
-        self.routes = dict(routes)
-        self.by = by
-        self.default = default
-        parts = self._parts()
-        refuse_memory(parts)
-        cards = [card_of(part) for part in parts]
+    name = "by_task"
+
+    def described(self, cards: list[Card]) -> dict[str, Any]:
         if any(card.of == "step" for card in cards):
             raise UserError(
                 "reward 'by_task': its routes must be rewards of whole samples, not of steps"
             )
-        of: Of = "group" if any(card.of == "group" for card in cards) else "sample"
-        needs = () if default else (by,)
-        self.card = replace(card_of(type(self)), needs=needs, pictures=pictures_of(parts), of=of)
+        return {"of": "group" if any(card.of == "group" for card in cards) else "sample"}
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Score [B]; every route sees its rows at once, pictures of one size as a tensor."""
         scores = torch.full((len(prompts),), math.nan)
-        rows: dict[int, tuple[Reward, list[int]]] = {}
-        for i, prompt in enumerate(prompts):
-            route = self.routes.get(prompt.get(self.by, ""), self.default)
+        for route, rows in self.rows_by_route(prompts):
             if route is not None:
-                rows.setdefault(id(route), (route, []))[1].append(i)
-        for route, routed in rows.values():
-            values = route(rows_of(media, routed), [prompts[i] for i in routed])
-            scores[routed] = torch.as_tensor(values).detach().to("cpu", torch.float32)
+                values = route(rows_of(media, rows), [prompts[i] for i in rows])
+                scores[rows] = torch.as_tensor(values).detach().to("cpu", torch.float32)
         return scores
 
     def causes(self) -> str:
         """Return why samples have no value, as far as the routes can say."""
-        reasons = [str(part.causes()) for part in self._parts() if hasattr(part, "causes")]
+        reasons = [str(part.causes()) for part in self.parts if hasattr(part, "causes")]
         return "; ".join(dict.fromkeys(filter(None, reasons)))
 
     def counters(self) -> dict[str, float]:
         """Return what the routes count, ``<task>/<counter>``."""
-        return {
-            f"{task}/{key}": number
-            for task, part in {**self.routes, "default": self.default}.items()
-            if part is not None and hasattr(part, "counters")
-            for key, number in part.counters().items()
-        }
-
-    def _parts(self) -> list[Reward]:
-        return [*self.routes.values(), *([self.default] if self.default else [])]
+        return counters_of({**self.routes, **({"default": self.default} if self.default else {})})

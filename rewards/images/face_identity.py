@@ -16,7 +16,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.base.clip import pick_device
 from rewards.base.frames import BatchSize, FrameReward
-from rewards.base.hf import Precision, missing, place_of
+from rewards.base.hf import DTYPES, Precision, missing, place_of
 from rewards.base.prompt import picture_of
 from rewards.card import card_with
 from rewards.images.detector import Detection, Detector
@@ -169,4 +169,4 @@ def load_timm(path: str, device: str | torch.device, dtype: Precision) -> nn.Mod
     except Exception as error:  # timm, the hub and safetensors have a dozen types for it
         raise UserError(missing("model of timm", place, error)) from error
     module: nn.Module = model.eval().requires_grad_(False)
-    return module.to(pick_device(device), getattr(torch, dtype))
+    return module.to(pick_device(device), DTYPES[dtype])

@@ -15,6 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.hub import check_model
 from mmrl.core.pretrained import load_model, load_processor
 from mmrl.core.registry import JUDGES
+from rewards.base.hf import DTYPES, Precision
 from rewards.base.locks import lock_of
 from rewards.judges.question import AGAIN, Question, Unreadable, Usage, _plain
 
@@ -55,8 +56,9 @@ class LocalVlm:
         max_side: Annotated[int, Ge(16)] | None = 1024,
     ):
         device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        dtype = ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
-        self.model, self.processor = load(str(path), dtype, device)
+        usual: Precision = "float32" if device == "cpu" else "bfloat16"
+        precision = usual if dtype == "auto" else dtype
+        self.model, self.processor = load(str(path), precision, device)
         self.batch_size = batch_size
         self.asked_again = asked_again
         self.max_side = max_side
@@ -241,14 +243,14 @@ def first_tokens(tokenizer: Any, choices: Sequence[str]) -> list[list[int]]:
 
 
 @lru_cache(maxsize=4)
-def load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
+def load(path: str, dtype: Precision, device: str) -> tuple[Any, Any]:
     """Load model and processor, frozen, once for all rewards that use them."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     check_model(path)
     try:
         processor = load_processor(AutoProcessor, path)
-        model = load_model(AutoModelForImageTextToText, path, dtype=getattr(torch, dtype))
+        model = load_model(AutoModelForImageTextToText, path, dtype=DTYPES[dtype])
     except UserError as error:
         raise UserError(f"cannot load the judge {path!r}: {error}") from error
     if not getattr(processor, "chat_template", None):
