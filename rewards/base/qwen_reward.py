@@ -84,11 +84,8 @@ def load_network(
     Raises:
         UserError: tensors missing or of another shape.
     """
-    named = {
-        modern(name): value
-        for name, value in merged(unwrapped(tensors), alpha).items()
-        if "lm_head" not in name
-    }
+    weights = merged(unwrapped(tensors), alpha)
+    named = {modern(name): value for name, value in weights.items() if "lm_head" not in name}
     head = {
         name.removeprefix("rm_head."): value
         for name, value in named.items()

@@ -164,14 +164,7 @@ def self_instruct(
     while len(fresh) < count and idle < 4:
         before = len(fresh)
         drawn = [rng.sample(list(seeds), min(shots, len(seeds))) for _ in range(count - before)]
-        drafts: list[Prompt] = []
-        for examples, text in zip(drawn, model.ask([_asking(e) for e in drawn]), strict=True):
-            cause = "no answer" if text is None else rules.refuses(text, pool)
-            refused[cause] += bool(cause)
-            if not cause:
-                pool.append(text)
-                shown = pictures_of(examples[-1])
-                drafts.append({"text": text, **shown, "origin": "self_instruct"})
+        drafts = _drafts(drawn, model, rules, pool, refused)
         for draft, share in zip(drafts, agreement(drafts, model, rules.answers), strict=True):
             cause = "too hard" if share < rules.low else "too easy" if share > rules.high else ""
             if rules.answers and cause:
@@ -180,6 +173,25 @@ def self_instruct(
                 fresh.append(draft)
         idle = idle + 1 if len(fresh) == before else 0
     return fresh, +refused
+
+
+def _drafts(
+    drawn: Sequence[Sequence[Prompt]],
+    model: Asker,
+    rules: Filters,
+    pool: list[str],
+    refused: Counter[str],
+) -> list[Prompt]:
+    """Return a new instruction after each set of examples, put into the pool, where the filters of
+    its text pass it."""
+    drafts: list[Prompt] = []
+    for examples, text in zip(drawn, model.ask([_asking(e) for e in drawn]), strict=True):
+        cause = "no answer" if text is None else rules.refuses(text, pool)
+        refused[cause] += bool(cause)
+        if not cause:
+            pool.append(text)
+            drafts.append({"text": text, **pictures_of(examples[-1]), "origin": "self_instruct"})
+    return drafts
 
 
 def pictures_of(row: Prompt) -> Prompt:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
@@ -16,12 +16,36 @@ from rewards.base.hf import Precision, Preprocess
 from rewards.base.media import frames
 from rewards.base.precision import own_precision
 from rewards.card import card
-from rewards.images.similarity import ClipSimilarity, DinoSimilarity
+from rewards.images.similarity import ClipSimilarity, DinoSimilarity, ReferenceReward
 
 Against = Literal["previous", "first", "both"]
 SCALING = (
     "cosines with the previous frame, the first, or both (VBench: their mean, each cut off at 0)"
 )
+
+
+class Consistency:
+    """Compares the embeddings of a video's frames, as ``inner`` makes them."""
+
+    name: ClassVar[str]
+
+    def __init__(self, inner: ReferenceReward, against: Against):
+        self.inner = inner
+        self.against = against
+
+    @torch.no_grad()
+    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
+        """Score videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
+        stack = moving(media, self.name, 2)
+        broken = ~stack.isfinite().flatten(1).all(1).cpu()
+        pictures = stack.float().nan_to_num(0.0, 0.0, 0.0).flatten(0, 1)
+        with own_precision(media.device.type):
+            rows = torch.cat(
+                [self.inner.embed(part) for part in pictures.split(self.inner.batch_size)]
+            )
+        return consistency(rows.unflatten(0, stack.shape[:2]), self.against).masked_fill(
+            broken, torch.nan
+        )
 
 
 @card(
@@ -33,7 +57,7 @@ SCALING = (
     scaling=SCALING,
 )
 @REWARDS.register("clip_consistency")
-class ClipConsistency:
+class ClipConsistency(Consistency):
     """Compare the CLIP embeddings of a video's frames by cosine: VBench's background consistency.
 
     Args:
@@ -46,6 +70,8 @@ class ClipConsistency:
         device: ``auto`` is CUDA if there is one.
     """
 
+    name = "clip_consistency"
+
     def __init__(
         self,
         model: str = "ViT-B-32",
@@ -55,18 +81,10 @@ class ClipConsistency:
         batch_size: Annotated[int, Ge(1)] = 64,
         device: str = "auto",
     ):
-        self.inner = ClipSimilarity(
+        inner = ClipSimilarity(
             model, pretrained, preprocess=preprocess, batch_size=batch_size, device=device
         )
-        self.against = against
-
-    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
-        """Score videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
-        stack = moving(media, "clip_consistency", 2)
-        rows = self.inner.clip.embed_images(
-            stack.flatten(0, 1), self.inner.batch_size, self.inner.exact
-        )
-        return consistency(rows.unflatten(0, stack.shape[:2]), self.against)
+        super().__init__(inner, against)
 
 
 @card(
@@ -78,7 +96,7 @@ class ClipConsistency:
     scaling=SCALING,
 )
 @REWARDS.register("dino_consistency")
-class DinoConsistency:
+class DinoConsistency(Consistency):
     """Compare the DINO embeddings of a video's frames by cosine: VBench's subject consistency.
 
     Args:
@@ -91,6 +109,8 @@ class DinoConsistency:
         dtype: of the model.
     """
 
+    name = "dino_consistency"
+
     def __init__(
         self,
         model: str = "facebook/dino-vitb16",
@@ -100,24 +120,10 @@ class DinoConsistency:
         device: str = "auto",
         dtype: Precision = "float32",
     ):
-        self.inner = DinoSimilarity(
+        inner = DinoSimilarity(
             model, preprocess=preprocess, batch_size=batch_size, device=device, dtype=dtype
         )
-        self.against = against
-
-    @torch.no_grad()
-    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
-        """Score videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
-        stack = moving(media, "dino_consistency", 2)
-        broken = ~stack.isfinite().flatten(1).all(1).cpu()
-        pictures = stack.float().nan_to_num(0.0, 0.0, 0.0).flatten(0, 1)
-        with own_precision(media.device.type):
-            rows = torch.cat(
-                [self.inner.embed(part) for part in pictures.split(self.inner.batch_size)]
-            )
-        return consistency(rows.unflatten(0, stack.shape[:2]), self.against).masked_fill(
-            broken, torch.nan
-        )
+        super().__init__(inner, against)
 
 
 def moving(media: Tensor, reward: str, least: int) -> Tensor:
