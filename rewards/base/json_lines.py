@@ -14,8 +14,9 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the number of every line that is not empty, from 1, and what it holds. Raises UserError
     with the line of a mistake."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+        # not splitlines: a text in JSON may hold other ends of lines, such as U+2028
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.media.clips import ClipError, open_clip
+from rewards.base.json_lines import json_lines
 from rewards.base.prompt import from_pil, read_picture
 
 PICTURE = ("picture", "image", "video", "file", "sample")  # names of the column with the picture
@@ -66,21 +66,15 @@ def read_ratings(path: Path) -> Ratings:
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if path.suffix not in (".csv", ".jsonl"):
         raise UserError(f"{path}: give a .csv or .jsonl file of ratings or pairs")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
     if path.suffix == ".csv":
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
         for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
             yield f"{path}:{number}", row
         return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number} is not JSON: {error}") from error
+    for number, row in json_lines(path):
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: expected an object with picture and score")
         yield f"{path}:{number}", row

@@ -231,6 +231,11 @@ def test_files_are_read_and_written(tmp_path, monkeypatch, capsys):
     data.write_text("{")
     with pytest.raises(UserError, match=r"data.jsonl:1 is not JSON"):
         read(data)
+    data.write_bytes('\ufeff{"text": "one\u2028line"}\r\n'.encode())
+    assert read(data) == [{"text": "one\u2028line"}]
+    data.write_bytes('{"text": "caf\xe9"}'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"data.jsonl cannot be read: 'utf-8' codec"):
+        read(data)
 
 
 def test_the_program_augments_pictures(tmp_path):
