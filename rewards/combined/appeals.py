@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt, Reward
 from rewards.card import card, card_of
-from rewards.combined.parts import counters_of, merged, rows_of, scores_of
+from rewards.combined.members import counters_of, merged, rows_of, scores_of
 
 Part = Annotated[Reward, REWARDS]
 LEAST_TRUTH = 0.05  # 1 - fp - fn is not let below: a division by it must stay bounded

@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt, Reward
 from rewards.card import Card, card, card_of, pictures_of
-from rewards.combined.parts import counters_of, refuse_memory, rows_of
+from rewards.combined.members import counters_of, refuse_memory, rows_of
 
 Part = Annotated[Reward, REWARDS]
 

@@ -16,7 +16,7 @@ from rewards.base.groups import groups_of
 from rewards.base.media import resize_and_crop
 from rewards.base.prompt import field_of, picture_of
 from rewards.card import Card, card
-from rewards.combined.parts import counters_of, merged, scores_of
+from rewards.combined.members import counters_of, merged, scores_of
 
 Part = Annotated[Reward, REWARDS]
 

@@ -18,7 +18,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt, Reward
 from rewards.card import card
-from rewards.combined.parts import merged, scores_of
+from rewards.combined.members import merged, scores_of
 
 Part = Annotated[Reward, REWARDS]
 Rate = Annotated[float, Ge(0), Lt(1)]

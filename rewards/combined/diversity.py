@@ -21,7 +21,7 @@ from rewards.base.clip import load_named
 from rewards.base.groups import groups_of
 from rewards.base.media import frames
 from rewards.card import Card, card
-from rewards.combined.parts import merged, scores_of
+from rewards.combined.members import merged, scores_of
 
 COARSE = 8  # pixels a side of the pictures that are compared without a model
 

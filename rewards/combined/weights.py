@@ -14,7 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt, Reward
 from rewards.card import card
-from rewards.combined.parts import counters_of, merged, scores_of
+from rewards.combined.members import counters_of, merged, scores_of
 
 Part = Annotated[Reward, REWARDS]
 Point = tuple[float, ...]

@@ -11,7 +11,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.media.sound import with_sound
 from mmrl.core.registry import POLICIES, REWARDS, load_built_in
 from rewards.card import card_of
-from rewards.combined.parts import merged
+from rewards.combined.members import merged
 from tests.fixtures.tiny_rewards import asked
 from tests.fixtures.tiny_sounds import save_clap, sounding
 
