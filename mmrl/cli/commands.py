@@ -287,10 +287,9 @@ def dry_run(
     devices: str | None = None,
     propose: bool = False,
 ) -> None:
-    """Print what a run would be: shapes, batches, forwards, estimated memory; on named ``devices``
-    also what one pass at true size takes. Loads no weights."""
-    from mmrl.apps.dry_run.dryrun import dry_run as look
-    from mmrl.apps.dry_run.page import lines, of_devices
+    """Print what a run would be: shapes, batches, forwards, memory; on named ``devices`` also what
+    an iteration takes. Loads no weights."""
+    from mmrl.apps.dry_run.page import pages
     from mmrl.core.cards import devices as named
 
     file = find_config(config)
@@ -302,11 +301,8 @@ def dry_run(
         if chosen:
             print(f"stage {chosen[0].partition('=')[2]}")
         count = processes if cards is None else cards.count
-        for line in lines(look(file, [*overrides, *chosen], count)):
-            print(line)
-        if cards is not None:
-            for line in of_devices(file, [*overrides, *chosen], cards, propose, config):
-                print(line, flush=True)
+        for line in pages(file, [*overrides, *chosen], count, cards, propose, config):
+            print(line, flush=True)
 
 
 def build_artifacts(names: Sequence[str]) -> None:

@@ -173,7 +173,6 @@ def rehearsed(
         "trained": run.measured.trained,
         "rows": report.plan.rows,
         "pass_rows": run.measured.rows,
-        "plain": {"peak_gib": None if report.peak is None else report.peak / GIB},
         "unknown": [line for line in lines(report) if "?" in line],
         "copies": numbers(copies),
         "shards": numbers(shards),
@@ -217,8 +216,7 @@ def page(report: dict[str, Any]) -> str:
         f"{fit} fit as copies (DDP), "
         f"{shard} more in shards (FSDP2), {len(done) - fit - shard} do not fit as they stand.",
         "",
-        "Peak: GiB of one card at its fullest moment. Plain: what `--dry-run` without cards "
-        f"estimates{' of an update' if replayed else ' by its formula'}. s: of one iteration "
+        "Peak: GiB of one card at its fullest moment. s: of one iteration "
         "without rewards. A star: sizes were "
         "rounded up to be shared by all cards (the json says to what). PFLOP: 10^15 additions and "
         "multiplications of an iteration, all cards together; an H100 can do 0.99 of them a "
@@ -226,9 +224,9 @@ def page(report: dict[str, Any]) -> str:
         "",
         *_missing(rows, replayed),
         f"| {'pipeline' if replayed else 'configuration'} | parameters | trained | pass "
-        "| peak, copies | at | peak, shards | plain "
+        "| peak, copies | at | peak, shards "
         "| s, copies | s, shards | PFLOP | MFU | fits |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
         *(_line(name, row, replayed) for name, row in done.items()),
     ]
     failed = {name: row["failed"] for name, row in rows.items() if "failed" in row}
@@ -241,13 +239,12 @@ def page(report: dict[str, Any]) -> str:
 def _line(name: str, row: dict[str, Any], replayed: bool) -> str:
     copies, shards = row["copies"], row["shards"]
     how = "copies" if copies["fits"] else "shards" if shards["fits"] else "no"
-    plain = row["plain"]["peak_gib"]
     return (
         f"| {name}{'*' if row['overrides'] and not replayed else ''} | "
         f"{_count(row['parameters'])} | "
         f"{_count(row['trained'])} | {row['pass_rows']} | {copies['peak_gib']:.2f} | "
         f"{copies['fullest']} | {shards['peak_gib']:.2f} | "
-        f"{'-' if plain is None else f'{plain:.2f}'} | {copies['seconds']:.3g} | "
+        f"{copies['seconds']:.3g} | "
         f"{shards['seconds']:.3g} | {copies['pflop']:.3g} | {copies['mfu']:.0%} | {how} |"
     )
 

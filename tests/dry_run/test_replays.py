@@ -137,7 +137,7 @@ def test_forwards_are_those_of_the_run(tmp_path):
     assert found.counted.sampling + found.counted.training == metrics["forwards"]
     assert found.counted.decisions == metrics["decisions"] and found.network_rows == 2
     assert found.shape == tuple(session.policy.shape) and found.steps == 4
-    assert found.model.trained == sum(p.numel() for p in session.policy.net.parameters())
+    assert found.rehearsed.trained == sum(p.numel() for p in session.policy.net.parameters())
     passes = _passes(measure(CONFIG, overrides, 1), 1)
     rows = trainer.options.prompts_per_iteration * trainer.options.group_size
     assert passes["sampling"] == 4 * rows / 2 and passes["trained"] == metrics["decisions"] / 2
@@ -187,7 +187,7 @@ def test_no_weights_are_read(tmp_path):
     bare = [f"policy.pipeline.path={tmp_path / 'bare'}"]
     found = dry_run(CONFIG, [*changes("cogview4"), *bare])
     whole = dry_run(CONFIG, changes("cogview4"))
-    assert found.model == whole.model and found.counted == whole.counted
+    assert found.rehearsed == whole.rehearsed and found.counted == whole.counted
     assert "forwards" in "\n".join(lines(found)) and hasattr(diffusers, "CogView4Pipeline")
 
 
@@ -197,9 +197,9 @@ def test_a_pipeline_that_needs_numbers_is_told_in_a_sentence(monkeypatch):
 
     monkeypatch.setattr(replays, "replayed", stopped)
     text = "\n".join(lines(dry_run(CONFIG, changes("cogview4"))))
-    assert "million parameters" in text and "forwards" not in text
-    assert "unknown     passes of the network and what activations take: on fake weights" in text
-    with pytest.raises(UserError, match="--devices: unknown are .*bincount needs numbers; leave"):
+    assert "forwards" not in text
+    assert "unknown     passes of the network and memory: on fake weights" in text
+    with pytest.raises(UserError, match="--devices: unknown: .*bincount needs numbers; or leave"):
         measure(CONFIG, changes("cogview4"), 1)
 
 

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from mmrl.apps.dry_run import estimate, rehearsal
 from mmrl.apps.dry_run.estimate import Run, measure
 from mmrl.apps.dry_run.rehearsal import Stage, rehearse, units_of
-from mmrl.core.cards import CARDS, Devices
 from mmrl.core.registry import load_built_in
 
 load_built_in()
@@ -119,7 +118,7 @@ def by_arithmetic(run: Run, net, score) -> tuple[dict[str, float], float, float]
     measured = rehearse(Stage(net, ROWS, lambda: score(net)))
     report = replace(run.report, counted=None, stored=0)
     run = replace(run, measured=measured, report=report)
-    memory = estimate._memory(run, Devices(RANKS, CARDS["H100"]), True)
+    memory = estimate.memory_of(run, RANKS)
     once = {"sampling": 0.0, "trained": 1.0, "frozen": 0.0}
     return memory, *estimate._travel(replace(run, report=steps_of_one()), RANKS, True, once)
 

@@ -182,22 +182,24 @@ def on_meta(path: str) -> nn.Module | None:
         return make()
 
 
-def of_folder(path: str, entry: Any) -> nn.Module | None:
-    """Make the network of a local folder of transformers' from its config file alone; None if it
-    is no folder, or its config is of another library or of newer code."""
+def of_folder(folder: Path, entry: Any) -> nn.Module | None:
+    """Make the network of a local folder of transformers' from its config file alone; None if its
+    config is of another library or of newer code."""
     import transformers
 
     from mmrl.policies.vlm.policy import VLM
     from mmrl.zoo.models.image_tokens.janus import Janus
+    from mmrl.zoo.models.masked.masked_lm import MaskedLM
 
-    folder = Path(path).expanduser()
     is_janus = isinstance(entry, type) and issubclass(entry, Janus)
+    is_masked = isinstance(entry, type) and issubclass(entry, MaskedLM)
     is_vlm = isinstance(entry, type) and issubclass(entry, VLM)
-    if not (is_janus or is_vlm) or not isfile(folder / "config.json"):
+    if not (is_janus or is_vlm or is_masked) or not isfile(folder / "config.json"):
         return None
     try:
         config = pretrained.load_processor(transformers.AutoConfig, folder, local_files_only=True)
-        auto = transformers.AutoModelForImageTextToText
+        auto: Any = transformers.AutoModelForImageTextToText
+        auto = transformers.AutoModelForMaskedLM if is_masked else auto
         with torch.device("meta"):
             net: nn.Module = pretrained.from_config(auto, config)
     except (OSError, ValueError, KeyError, AttributeError):

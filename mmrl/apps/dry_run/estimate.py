@@ -1,5 +1,5 @@
-"""Turns what a rehearsal measured into an iteration on named cards: memory, bytes that travel,
-seconds, and the share of the cards' arithmetic that is used (MFU)."""
+"""Turns what a rehearsal measured into the memory of a device and, on named cards, an iteration's
+bytes that travel, seconds, and the share of the cards' arithmetic that is used (MFU)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+
 import mmrl.config as configs
 from mmrl.apps.dry_run import rehearsal
-from mmrl.apps.dry_run.costs import BYTES
-from mmrl.apps.dry_run.dryrun import Report, dry_run, learners, optimizer_bytes
+from mmrl.apps.dry_run.dryrun import Report, dry_run
 from mmrl.apps.dry_run.rehearsal import Rehearsed, decoding, rehearse
-from mmrl.apps.dry_run.stand_in import folder_at, stand_in
-from mmrl.config.schema import Resolved, construct, resolve
 from mmrl.core.cards import MEMORY_SHARE, Devices
 from mmrl.core.errors import UserError
-from mmrl.core.registry import POLICIES
-from mmrl.experiment.build import read
-from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.core.registry import OPTIMIZERS
 from mmrl.policies.image_tokens.network import ImageNet
-from mmrl.zoo.models.any_pipeline.any_pipeline import AnyPipeline
 
 USABLE = 0.92  # of a card's memory: the driver, NCCL and fragments have the rest
 PARTS = ("parameters", "gradients", "optimizer", "snapshots")  # what sharding shares out
@@ -83,34 +80,64 @@ def measure(path: Any, overrides: Any, processes: int, known: Known | None = Non
 
     known: passes that were measured before, by what decides them; this one is added.
     """
-    report = dry_run(path, overrides, processes)
-    configuration = read(path, overrides, processes)
-    problems: list[str] = []
-    resolved = resolve(
-        configuration["policy"], POLICIES, configuration.place(("policy",)), problems
-    )
-    configs.raise_all(problems)
-    _, resolved = stand_in(resolved)
-    options = construct(resolved.options)
+    return measured(dry_run(path, overrides, processes), known)
+
+
+def measured(report: Report, known: Known | None = None, decode: bool = True) -> Run:
+    """Rehearse what a report describes. decode: decoding a sample too. Raises UserError."""
+    if report.stage is None:
+        raise UserError(f"--devices: unknown: {report.unknown[-1]}; or leave --devices out")
+    options = report.options
     known = {} if known is None else known
-    key = _decides(report, options)
-    if key not in known and report.stage is not None and report.rehearsed is not None:
-        known[key] = (replace(report.rehearsed, decoding=decoding(report.stage)), 0, True)
+    key = _decides(report)
     if key not in known:
-        stage = _stage(report, resolved, options)
-        length, at_once = (0, True) if report.shape else _written(stage.net, options)
-        known[key] = (rehearse(stage), length, at_once)
-    measured, length, at_once = known[key]
+        known[key] = _rehearsed(report, decode)
+    once, length, at_once = known[key]
     masked = not report.shape and "steps" in options and not at_once
     return Run(
         report,
-        measured,
-        optimizer_bytes(configuration, report),
+        once,
+        optimizer_bytes(report),
         report.train.gradient_checkpointing,
         0 if at_once or masked else length,
         int(options["steps"]) if masked else 1,
-        _adamw(configuration),
+        _adamw(report.configuration),
     )
+
+
+def _rehearsed(report: Report, decode: bool) -> tuple[Rehearsed, int, bool]:
+    """Return (a pass, tokens of a sample, whether a network of image tokens writes many of them at
+    once)."""
+    assert report.stage is not None
+    try:
+        stage = report.stage()
+    except (UserError, ValueError) as error:
+        raise UserError(report.resolved.place.say(str(error))) from error
+    if report.rehearsed is not None:
+        decoded = decoding(stage) if decode else None
+        return replace(report.rehearsed, decoding=decoded), 0, True
+    once = rehearse(stage, decode=decode)
+    if report.shape:
+        return once, 0, True
+    tokens = rehearsal.answer_tokens(stage.net, report.options)
+    return once, tokens, isinstance(stage.net, ImageNet) and len(stage.net.turns) < tokens
+
+
+def optimizer_bytes(report: Report) -> float:
+    """Measure the bytes that the optimizer keeps for a trained number, on a small real matrix;
+    what learns beside the policy keeps as many of its own."""
+    weight = nn.Parameter(torch.zeros(256, 256))
+    optimizer = report.configuration.build("optimizer", OPTIMIZERS)([weight])
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    tensors = (x for x in states if isinstance(x, torch.Tensor) and x.ndim)
+    return learners(report) * sum(x.nbytes for x in tensors) / weight.numel()
+
+
+def learners(report: Report) -> int:
+    """Count the optimizers of a run: the policy's, and that of a snapshot that learns."""
+    return 2 if report.critic_steps else 1
 
 
 def _adamw(configuration: configs.Config) -> str | None:
@@ -135,11 +162,11 @@ SAMPLING = frozenset(
 )
 
 
-def _decides(report: Report, options: dict[str, Any]) -> str:
+def _decides(report: Report) -> str:
     """Return what decides a pass: two runs of the same are measured alike."""
     train = report.train
     rows = report.plan.micro_batch
-    chosen = {name: value for name, value in options.items() if name not in SAMPLING}
+    chosen = {name: value for name, value in report.options.items() if name not in SAMPLING}
     if "guidance_scale" in chosen:
         chosen["guidance_scale"] = chosen["guidance_scale"] != 1
     prompts = -(-rows // train.group_size)
@@ -147,37 +174,9 @@ def _decides(report: Report, options: dict[str, Any]) -> str:
     return repr((report.policy, report.path, sorted(chosen.items()), passes))
 
 
-def _written(net: Any, options: dict[str, Any]) -> tuple[int, bool]:
-    """Return (tokens of a sample, whether a network of image tokens writes many of them at
-    once)."""
-    tokens = rehearsal.answer_tokens(net, options)
-    return tokens, isinstance(net, ImageNet) and len(net.turns) < tokens
-
-
-def _stage(report: Report, resolved: Resolved, options: dict[str, Any]) -> rehearsal.Stage:
-    train = report.train
-    rows = report.plan.micro_batch
-    entry = resolved.entry
-    if isinstance(entry, type) and issubclass(entry, FolderPolicy):
-        place = folder_at(report.path)
-        if place is not None:
-            return rehearsal.flow(entry, place, options, train, rows)
-    else:
-        stage = rehearsal.tokens(report.path, entry, options, train, rows, train.group_size)
-        if stage is not None:
-            return stage
-    # a pipeline's code that cannot do without numbers
-    if entry is AnyPipeline and folder_at(report.path) is not None and report.unknown:
-        raise UserError(f"--devices: unknown are {report.unknown[-1]}; leave --devices out")
-    raise UserError(
-        f"--devices: the architecture of {report.path or report.policy} is not known here; "
-        "give policy.path a local folder with its config files, or leave --devices out"
-    )
-
-
 def estimate(run: Run, devices: Devices, sharded: bool) -> Estimate:
     """Estimate an iteration of a run on these devices, as copies (DDP) or in shards (FSDP2)."""
-    memory = _memory(run, devices, sharded)
+    memory = memory_of(run, devices.count if sharded else 1)
     counts = _passes(run, devices.count)
     card = devices.card
     work = run.measured
@@ -205,7 +204,7 @@ def estimate(run: Run, devices: Devices, sharded: bool) -> Estimate:
         devices,
         sharded,
         memory,
-        _moments(run, memory),
+        moments_of(run, memory),
         gathered,
         reduced,
         flops,
@@ -214,8 +213,11 @@ def estimate(run: Run, devices: Devices, sharded: bool) -> Estimate:
     )
 
 
-def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
-    """Lay out a device's bytes at the fullest moment of an update."""
+def memory_of(run: Run, shards: int = 1) -> dict[str, float]:
+    """Lay out a device's bytes at the fullest moment of an update, by what they are for.
+
+    shards: devices that share out weights, gradients and optimizer (FSDP2); 1: each has all.
+    """
     work = run.measured
     peak = work.update.memory
     each, empty = work.conditions
@@ -227,13 +229,13 @@ def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
         "snapshots": float(snapshots * work.bytes_trained),
         "activations": float(peak["activations"] + peak["buffers"]),
         "temporary": float(peak["temporary"] + peak["other"]),
-        "rollout": 0.0 if run.report.offload else float(run.report.stored or 0),
+        "rollout": 0.0 if run.report.offload else float(run.report.stored),
         "conditions": float(run.report.plan.prompts_per_process * each + empty),
         "autoencoder": float(work.bytes_decoder),
     }
-    if sharded:
+    if shards > 1:
         for name in PARTS:
-            memory[name] /= devices.count
+            memory[name] /= shards
         # this layer and the next on its way, beside what is around them; a network that is gathered
         # whole stays in the buffer in which it came, since nothing comes after it
         layers = 2.0 * (work.largest_unit or work.around_units)
@@ -241,10 +243,10 @@ def _memory(run: Run, devices: Devices, sharded: bool) -> dict[str, float]:
     return memory
 
 
-def _moments(run: Run, memory: dict[str, float]) -> dict[str, float]:
+def moments_of(run: Run, memory: dict[str, float]) -> dict[str, float]:
     """Return a device's bytes in an update, while a sample is decoded and while prompts are
     encoded, which never happens at once."""
-    model = run.report.model
+    report = run.report
     resident = ("parameters", "optimizer", "snapshots", "autoencoder", "rollout", "conditions")
     rest = sum(memory[name] for name in resident)
     moments = {"update": sum(memory.values())}
@@ -252,13 +254,12 @@ def _moments(run: Run, memory: dict[str, float]) -> dict[str, float]:
     if decoding is not None:
         passing = ("activations", "temporary", "other", "buffers")
         moments["decoding"] = rest + sum(decoding.memory[name] for name in passing)
-    encoders = 0.0
-    if model is not None and model.encoders and model.placement != "cpu":
-        encoders = float(model.encoders * BYTES[model.dtype])
-        moments["encoding prompts"] = rest - memory["rollout"] - memory["conditions"] + encoders
-    if model is not None and model.placement == "keep":
+    if report.encoders and report.placement != "cpu":
+        encoding = rest - memory["rollout"] - memory["conditions"] + report.encoders
+        moments["encoding prompts"] = encoding
+    if report.placement == "keep":
         moments = {
-            name: size + (0.0 if name == "encoding prompts" else encoders)
+            name: size + (0 if name == "encoding prompts" else report.encoders)
             for name, size in moments.items()
         }
     return moments
@@ -362,11 +363,10 @@ def _reliefs(run: Run) -> Iterator[tuple[tuple[str, ...], Lighten]]:
     trajectory, three quarters of the optimizer's moments; as overrides, and what they do to a
     run."""
     report = run.report
-    model = report.model
     words: tuple[str, ...] = ()
     changes: dict[str, Any] = {}
     yield words, partial(_lightened, **changes)
-    if model is not None and model.encoders and model.placement != "cpu":
+    if report.encoders and report.placement != "cpu":
         words = (*words, f"policy.{report.policy}.text_encoder_placement=cpu")
         changes = changes | {"placement": "cpu"}
         yield words, partial(_lightened, **changes)
@@ -383,8 +383,8 @@ def _lightened(
     run: Run, placement: str | None = None, offload: bool = False, optimizer: float | None = None
 ) -> Run:
     report = run.report
-    if placement is not None and report.model is not None:
-        report = replace(report, model=replace(report.model, placement=placement))
+    if placement is not None:
+        report = replace(report, placement=placement)
     if offload:
         report = replace(report, offload=True)
     return replace(run, report=report, optimizer_bytes=optimizer or run.optimizer_bytes)

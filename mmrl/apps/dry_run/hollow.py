@@ -48,7 +48,6 @@ class Hollow(nn.Module):
             if name != "self"
         }
         self.config = FrozenDict({**known, **{k: v for k, v in config.items() if k in known}})
-        self.of = cls
         self.weight = nn.Parameter(torch.ones(1))
 
 
@@ -135,10 +134,10 @@ class Counted:
 
 
 def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) -> Counted:
-    """Run an iteration with this configuration's objective and advantage, on a hollow policy, whose
-    latents it shrinks."""
+    """Run an iteration with this configuration's objective and advantage, on the policy's ways of
+    sampling and a network of one number."""
     objective = configuration.build("objective", OBJECTIVES)
-    _shrink(policy)
+    policy = _shrunk(policy)
     objective.stand_in(policy)
     prompts: list[Prompt] = [{"text": str(i)} for i in range(options.prompts_per_iteration)]
     if objective.supervised:  # its answers are encoded outside of the network
@@ -175,19 +174,23 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     )
 
 
-def _shrink(policy: FlowPolicy) -> None:
-    """Give a policy latents of one element, and have it count its forwards."""
+def _shrunk(policy: FlowPolicy) -> FlowPolicy:
+    """Make a policy that samples as this one does, latents of one element, and computes nothing."""
     is_replayed = isinstance(policy, ReplayedPolicy)
-    if is_replayed:
-        policy.net = policy.trained = nn.Linear(1, 1, bias=False)
-        policy.weights = Weights(policy.net)
-        policy.forwards = 0
-        policy.logprob_weight = None
     counting = _CountingReplay if is_replayed else _Counting
-    policy.__class__ = type(type(policy).__name__, (counting, type(policy)), {})
-    policy.shape = (1,) * len(policy.shape)
-    policy.fixed_batch_rows = None
-    policy.sampling_memory_gib = None
+    cls = type(type(policy).__name__, (counting, type(policy)), {})
+    light: Any = object.__new__(cls)
+    vars(light).update(vars(policy))
+    if is_replayed:
+        light.net = light.trained = nn.Linear(1, 1, bias=False)
+        light.weights = Weights(light.net)
+        light.forwards = 0
+        light.logprob_weight = None
+    light.shape = (1,) * len(policy.shape)
+    light.fixed_batch_rows = None
+    light.sampling_memory_gib = None
+    shrunk: FlowPolicy = light
+    return shrunk
 
 
 def _plain(options: TrainOptions) -> TrainOptions:

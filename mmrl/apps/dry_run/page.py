@@ -4,19 +4,62 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from mmrl.apps.dry_run.dryrun import Report
-from mmrl.apps.dry_run.estimate import Estimate, Fit, Run, estimate, fit, measure
+from mmrl.apps.dry_run.dryrun import Report, dry_run
+from mmrl.apps.dry_run.estimate import (
+    Estimate,
+    Fit,
+    Known,
+    Run,
+    estimate,
+    fit,
+    measured,
+    memory_of,
+    moments_of,
+)
 from mmrl.core.cards import Devices
 
 GIB = 2**30
 
 
-def lines(report: Report) -> Iterator[str]:
-    """Return the report's lines, each a name and its numbers."""
+def pages(
+    path: Path,
+    overrides: Sequence[str] = (),
+    processes: int = 1,
+    devices: Devices | None = None,
+    propose: bool = False,
+    name: object = "",
+) -> Iterator[str]:
+    """Return the lines of a configuration: its report, its memory where the architecture is known,
+    and an iteration on named cards, with proposals if they are asked for. ``name``: of the
+    configuration, as it was typed."""
+    report = dry_run(path, overrides, processes)
+    known: Known = {}
+    decode = devices is not None
+    yield from lines(report, memory(report, known, decode) if report.stage is not None else ())
+    if devices is None:
+        return
+    run = measured(report, known)
+    iterate = partial(device_lines, iterations=report.train.iterations, proposed=propose)
+    guesses = [estimate(run, devices, sharded) for sharded in (False, True)[: devices.count]]
+    for guess in guesses:
+        yield from iterate(run, guess)
+    if propose:
+        yield "looking for what fits, by a few more passes ..."
+        best = min((guess.whole for guess in guesses if guess.fits), default=math.inf)
+        proposals = list(fit(path, overrides, devices))
+        faster = [each for each in proposals if each.estimate.whole < best]
+        if proposals and not faster:
+            yield "fit         as it is, it is the fastest that fits"
+        else:
+            yield from fit_lines(name, faster, devices)
+
+
+def lines(report: Report, of_memory: Iterable[str] = ()) -> Iterator[str]:
+    """Return the report's lines, each a name and its numbers; those of memory among them."""
     plan = report.plan
     train = report.train
     reckoned = (
@@ -46,7 +89,7 @@ def lines(report: Report) -> Iterator[str]:
     size = "up to " if train.micro_batch_size == "auto" else ""
     yield f"passes      of {size}{plan.micro_batch} rows on a device; {passes}"
     yield from _forwards(report)
-    yield from _memory(report)
+    yield from of_memory
     for what in report.unknown:
         yield f"unknown     {what}"
     for warning in plan.warnings:
@@ -60,21 +103,16 @@ def _once(report: Report) -> str:
 def _sample(report: Report) -> Iterator[str]:
     if report.shape:
         shape = " x ".join(map(str, report.shape))
-        tokens = (
-            ""
-            if report.tokens is None
-            else (f", {report.tokens[0]} tokens and {report.tokens[1]} of text")
-        )
         rows = f", {report.network_rows:g} rows of the network each"
         if report.network_rows in (1, 2):
             guided = report.network_rows == 2
             rows = ", guided (two rows of the network each)" if guided else ""
         yield (
-            f"sample      latents {shape}{tokens}; {report.steps} steps, {report.noisy} of "
+            f"sample      latents {shape}; {report.steps} steps, {report.noisy} of "
             f"them with noise{rows}"
         )
     elif report.tokens:
-        yield f"sample      up to {report.tokens[0]} tokens"
+        yield f"sample      up to {report.tokens} tokens"
 
 
 def _forwards(report: Report) -> Iterator[str]:
@@ -101,38 +139,33 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.2f} billion"
 
 
-def _memory(report: Report) -> Iterator[str]:
-    model = report.model
-    counts = report.counted
-    if not report.memory or model is None or counts is None:
-        return
-    count = "unknown" if model.parameters is None else f"{_count(model.parameters)} parameters"
-    trained = (
-        "how many of them are trained is unknown"
-        if model.trained is None
-        else f"{model.trained / 1e6:,.1f} million trained"
+def memory(report: Report, known: Known, decode: bool = False) -> Iterator[str]:
+    """Return the lines of a device's memory, by a pass at true size on fake weights, which is then
+    ``known``."""
+    run = measured(report, known, decode)
+    once = run.measured
+    snapshots = report.counted.snapshots if report.counted is not None else ()
+    yield (
+        f"model       {_count(once.parameters)} parameters, {once.trained / 1e6:,.1f} million "
+        f"trained; snapshots: {', '.join(snapshots) or 'none'}"
     )
-    yield (f"model       {count}, {trained}; snapshots: {', '.join(counts.snapshots) or 'none'}")
-    parts = ", ".join(
-        f"{name} {'?' if value is None else f'{value / GIB:.2f}'}"
-        for name, value in report.memory.items()
-        if value != 0
-    )
-    yield f"memory      GiB a device, estimated: {parts}"
+    sizes = memory_of(run)
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size)
+    yield f"memory      GiB a device in an update, tracked: {parts}"
     if report.stored and report.offload:
         yield (
             f"            {report.stored / GIB:.2f} GiB of visited latents wait in the CPU's memory"
         )
-    if report.peak is not None:
-        yield (
-            f"peak        about {_size(report.peak)} a device, without rewards and the "
-            f"decoder's activations"
-        )
-    if report.sharded is not None:
-        yield (
-            f"            about {_size(report.sharded)} with the weights shared out "
-            f"over all processes (FSDP)"
-        )
+    yield f"peak        {_peak(run)}, without rewards and the decoder's activations"
+    if report.plan.processes > 1:
+        yield f"            {_peak(run, report.plan.processes)} in shards on all processes (FSDP)"
+
+
+def _peak(run: Run, shards: int = 1) -> str:
+    """Write the bytes of a device's fullest moment, and which it is."""
+    moments = moments_of(run, memory_of(run, shards))
+    fullest = max(moments, key=lambda name: moments[name])
+    return f"about {_size(moments[fullest])} a device ({fullest})"
 
 
 def _size(count: float) -> str:
@@ -210,28 +243,3 @@ def fit_lines(path: object, fits: list[Fit], devices: Devices) -> Iterator[str]:
             start += f" --num_processes {devices.count} -m mmrl train"
         yield f"fit         {start} {path} {shlex.join(proposal.overrides)}"
         yield f"            {_size(guess.peak)} a device, {_seconds(guess.whole)} an iteration"
-
-
-def of_devices(
-    path: Path, overrides: Sequence[str], devices: Devices, propose: bool, name: object
-) -> Iterator[str]:
-    """Return the lines of a configuration on named cards, with proposals if they are asked for.
-    ``name``: of the configuration, as it was typed."""
-    iterate = partial(device_lines, proposed=propose)
-    yield "measuring one pass at true size ..."
-    run = measure(path, overrides, devices.count)
-    iterations = run.report.train.iterations
-    guesses = [estimate(run, devices, sharded=False)]
-    yield from iterate(run, guesses[0], iterations)
-    if devices.count > 1:
-        guesses.append(estimate(run, devices, sharded=True))
-        yield from iterate(run, guesses[1], iterations)
-    if propose:
-        yield "looking for what fits, by a few more passes ..."
-        best = min((guess.whole for guess in guesses if guess.fits), default=math.inf)
-        proposals = list(fit(path, overrides, devices))
-        faster = [each for each in proposals if each.estimate.whole < best]
-        if proposals and not faster:
-            yield "fit         as it is, it is the fastest that fits"
-        else:
-            yield from fit_lines(name, faster, devices)

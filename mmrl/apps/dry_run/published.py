@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import json
 import tempfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -105,17 +104,6 @@ def on_meta(name: str | type, config: dict[str, Any]) -> nn.Module:
 
 def parameters(net: nn.Module) -> int:
     return sum(p.numel() for p in net.parameters())
-
-
-def per_rank(net: nn.Module, suffixes: Sequence[str]) -> int:
-    """Count the parameters that one rank of LoRA adds: inputs plus outputs of every adapted
-    layer."""
-    return sum(
-        sum(layer.weight.shape)
-        for name, layer in net.named_modules()
-        if isinstance(layer, nn.Linear)
-        and any(name == s or name.endswith("." + s) for s in suffixes)
-    )
 
 
 def encoder_on_meta(spec: dict[str, Any]) -> nn.Module:

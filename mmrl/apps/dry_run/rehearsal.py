@@ -22,6 +22,7 @@ from mmrl.apps.dry_run import architectures, published, untrained
 from mmrl.apps.dry_run.conditions import conditions
 from mmrl.apps.dry_run.fakes import Fakes
 from mmrl.apps.dry_run.pictures import looker
+from mmrl.apps.dry_run.stand_in import folder_of
 from mmrl.apps.dry_run.tracked import Tracker, Work, extended, passed, tracked
 from mmrl.config.options import TrainOptions
 from mmrl.core.types import Point, Transition
@@ -203,12 +204,10 @@ def autocast(net: nn.Module, train: TrainOptions) -> Callable[[], AbstractContex
 
 def tokens(
     path: str, entry: Any, options: dict[str, Any], train: TrainOptions, rows: int, group_size: int
-) -> Stage | None:
-    """Make a model that writes tokens on fake weights; None if its architecture is not known."""
+) -> Stage:
+    """Make a model that writes tokens on fake weights; its architecture is known."""
     fakes = Fakes()
-    net = token_network(path, entry, options)
-    if net is None:
-        return None
+    net: Any = token_network(path, entry, options)
     fakes.fill(net)
     for codec in getattr(net, "outside", ()):
         fakes.fill(codec)
@@ -218,7 +217,7 @@ def tokens(
         turn_on_checkpointing(getattr(net, "hf", None))
     wrapped = autocast(net, train)
     prompts = max(1, -(-rows // group_size))
-    question = _question(entry, options)
+    question = question_tokens(entry, options)
     score = _scorer(net, entry, options, rows, prompts, question)
 
     def scored() -> Tensor:
@@ -242,16 +241,33 @@ def tokens(
     )
 
 
-def token_network(path: str, entry: Any, options: Mapping[str, Any]) -> nn.Module | None:
+def is_known(path: str, entry: Any) -> bool:
+    """Tell whether the architecture of a model that writes tokens is known."""
+    known = path in published.table()["texts"] or path in architectures.MODELS
+    known = known or path in untrained.NETWORKS
+    return known or _of_folder(path, entry) is not None
+
+
+def _of_folder(path: str, entry: Any) -> nn.Module | None:
+    folder = folder_of(path)
+    return None if folder is None else architectures.of_folder(folder, entry)
+
+
+def dtype_of(options: Mapping[str, Any]) -> torch.dtype:
+    """Return the type in which a policy's frozen weights are loaded."""
+    name = options.get("dtype") or "float32"
+    dtype: torch.dtype = torch.float32 if name == "auto" else getattr(torch, name)
+    return dtype
+
+
+def token_network(path: str, entry: Any, options: Mapping[str, Any]) -> nn.Module:
     """Make the network of a model that writes tokens on the meta device, with its adapters, in its
-    type; None if it is not known."""
+    type."""
     known = published.table()["encoders"].get(published.table()["texts"].get(path))
     net = published.encoder_on_meta(known) if known else architectures.on_meta(path)
-    net = net or untrained.network(path) or architectures.of_folder(path, entry)
-    if net is None:
-        return None
-    name = options.get("dtype") or "float32"
-    cast(net, torch.float32 if name == "auto" else getattr(torch, name))
+    net = net or untrained.network(path) or _of_folder(path, entry)
+    assert net is not None, f"{path} is not known"
+    cast(net, dtype_of(options))
     quantize(net, options.get("quantization"))
     lora = options.get("lora")
     with torch.device("meta"):
@@ -293,7 +309,7 @@ def _stay(net: nn.Module, *_: Any, **__: Any) -> nn.Module:
     return net
 
 
-def _question(entry: Any, options: dict[str, Any]) -> int:
+def question_tokens(entry: Any, options: dict[str, Any]) -> int:
     """Return the tokens of a prompt."""
     if not (isinstance(entry, type) and issubclass(entry, VLM)):
         return TEXT_TOKENS

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from mmrl.core.types import Point, Prompt
 from mmrl.policies.base import rows_of
 from mmrl.policies.diffusion import pipeline_folder
 from mmrl.policies.lora import Lora, add_lora
-from mmrl.policies.quantization import Blocks, blocks_of
 from mmrl.zoo.models.any_pipeline.any_pipeline import AnyPipeline
 from mmrl.zoo.models.any_pipeline.replay import Reached
 from mmrl.zoo.models.any_pipeline.replay_check import CALL_FAILURES
@@ -39,18 +38,11 @@ from mmrl.zoo.models.any_pipeline.replay_draws import QUIET
 WORDS = 256  # of the prompt, of which a pipeline takes as many tokens as it has room for
 
 
-class Sizes(NamedTuple):
-    """Holds what is known of a pipeline's networks before any is quantised or adapted."""
-
-    encoders: int  # parameters of those that read texts and pictures
-    blocks: Blocks  # of those that are trained
-
-
 class OnFakes(AnyPipeline):
     """Runs a pipeline from its config files, tokenizers and scheduler alone."""
 
     fakes: Fakes
-    sizes: Sizes
+    encoder_parameters: int  # of the networks that read texts and pictures
     adapters: Lora | int | None = None
 
     def _refuse(self, options: dict[str, Any], *further: Any) -> None:
@@ -66,9 +58,7 @@ class OnFakes(AnyPipeline):
                 path, self.compute, skip_blocks, guardrail, make
             )
         encoders = pipeline_folder.encoders(pipe, parts)
-        blocks = [blocks_of(getattr(pipe, name)) for name in parts]
-        most = Blocks(sum(b.weights for b in blocks), max(b.largest for b in blocks))
-        self.sizes = Sizes(sum(map(published.parameters, encoders)), most)
+        self.encoder_parameters = sum(map(published.parameters, encoders))
         encode_in_zeros(pipe, Path(place), self.compute)
         return place, pipe, parts
 

@@ -7,14 +7,16 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
-from mmrl.apps.dry_run import published, untrained, weightless
+from mmrl.apps.dry_run import published, untrained
 from mmrl.config.schema import Resolved
-from mmrl.core.registry import POLICIES
+from mmrl.core.registry import ARTIFACTS, POLICIES
 from mmrl.core.registry import options as options_of
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.worlds.cache import built
 from mmrl.zoo.models.any_pipeline.any_pipeline import AnyPipeline
 from mmrl.zoo.models.any_pipeline.replay_prompts import BINNING, unset
 
@@ -57,10 +59,20 @@ def call_of(resolved: Resolved) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(inspect.unwrap(cls.__call__)).parameters
 
 
+def folder_of(path: str) -> Path | None:
+    """Return the local folder of a model: given as such, or of the embedded world, if it is built
+    or came with the package."""
+    if path.startswith("world:"):
+        entry = ARTIFACTS.get(path.removeprefix("world:"))
+        return built(entry) if entry is not None else None
+    folder = Path(path).expanduser()
+    return folder if isdir(folder) else None  # also of a name too long for the system
+
+
 def folder_at(path: str) -> Path | None:
     """Find the config files of a model: a local folder, what was built of the embedded world, or
     the table of published models."""
-    return weightless.folder_of(path) or published.folder(path) or untrained.folder(path)
+    return folder_of(path) or published.folder(path) or untrained.folder(path)
 
 
 def _class_of(path: str) -> str:
