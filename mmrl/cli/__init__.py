@@ -1,5 +1,1 @@
-"""Implements the command line."""
-
-from mmrl.cli.app import main
-
-__all__ = ["main"]
+"""Implements the command line: ``mmrl.cli.app.main``."""

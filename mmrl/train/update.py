@@ -11,7 +11,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,12 @@ from mmrl.train.optimizers import ema_decay, lr_factor
 from mmrl.train.passes import Passes
 from samplers.noise import Rng
 
-if TYPE_CHECKING:
-    from mmrl.train.critic import SnapshotUpdate
+
+class Learner(Protocol):
+    """Learns beside the policy, on the rows of each of its steps."""
+
+    def improve(self, batch: Batch, rollout: Rollout, rng: Rng, meter: Meter) -> None:
+        """Take its steps."""
 
 
 class Update:
@@ -59,7 +63,7 @@ class Update:
         self.passes = Passes(policy, objective, options, self.plan)
         self.lrs = [group["lr"] for group in optimizer.param_groups]
         self.step = 0
-        self.critic: SnapshotUpdate | None = None  # what learns beside the policy
+        self.critic: Learner | None = None  # what learns beside the policy
 
     def run(self, batch: Batch) -> dict[str, float]:
         """Take all optimizer steps on a batch; then let the snapshot ``old`` follow. Returns

@@ -1,6 +1,4 @@
-"""Builds embedded worlds: data, captions and tiny base models that need no download. Importing
-registers, builds nothing."""
+"""Builds embedded worlds: data, captions and tiny base models that need no download. These modules
+register what a world offers."""
 
-from mmrl.worlds import artifacts, asking, data, mazes, moving
-
-__all__ = ["artifacts", "asking", "data", "mazes", "moving"]
+MODULES = ("artifacts", "asking", "data", "mazes", "moving")

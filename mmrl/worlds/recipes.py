@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+PATCH = 8  # pixels of the VLM's; a picture of 48x48 is 36 tokens, a frame of 32x32 is 16
 # The code that follows the recipes, by part. Raise the number when that code computes something
 # else than before, and
 # all that is built from it is built anew; names, comments and line breaks of the code do not

@@ -10,9 +10,8 @@ import torch
 
 from mmrl.worlds.asking import vocabulary
 from mmrl.worlds.progress import Progress, quiet_libraries
-from mmrl.worlds.recipes import VLMRecipe
+from mmrl.worlds.recipes import PATCH, VLMRecipe
 
-PATCH = 8  # pixels; a picture of 48x48 is 36 tokens, a frame of 32x32 is 16
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",

@@ -18,9 +18,8 @@ from mmrl.core.types import Prompt
 from mmrl.worlds.album import SIDE, Style, album, clips
 from mmrl.worlds.asking import GRID, Ask, answered, picture, questions_about
 from mmrl.worlds.progress import Progress
-from mmrl.worlds.recipes import VLMRecipe
+from mmrl.worlds.recipes import PATCH, VLMRecipe
 from mmrl.worlds.scenes import COLORS, DIGITS
-from mmrl.worlds.vlm import PATCH
 from samplers.noise import Rng
 
 IGNORED = -100  # of cross entropy

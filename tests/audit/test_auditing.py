@@ -18,7 +18,7 @@ from mmrl.apps.check_reward.texts import where
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
-from mmrl.data.vision import Vision
+from mmrl.data.vision.source import Vision
 from rewards import Grounding
 from rewards.answers.verifiable import row_name
 from rewards.card import card_of

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
-from mmrl.data.vision import Vision
 from mmrl.data.vision.boxes import Placed, judge, unwrapped, written
+from mmrl.data.vision.source import Vision
 
 SIZES = [(640, 480), (480, 640), (800, 600)]
 # x0, y0, x1, y1 as shares of the sides

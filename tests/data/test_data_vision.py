@@ -11,8 +11,7 @@ from PIL import Image
 
 from mmrl.config import build
 from mmrl.core.registry import DATA
-from mmrl.data.vision import Vision
-from mmrl.data.vision.source import in_messages
+from mmrl.data.vision.source import Vision, in_messages
 from tests.fixtures import tiny_vlms
 from tests.fixtures.films import film
 from tests.fixtures.mistakes import message

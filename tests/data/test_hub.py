@@ -10,7 +10,7 @@ import pytest
 
 from mmrl.core.errors import UserError
 from mmrl.data.sources.hub import HubSet, is_hub_name
-from mmrl.data.vision import Vision
+from mmrl.data.vision.source import Vision
 from tests.fixtures import tiny_vlms
 
 datasets = pytest.importorskip("datasets")

@@ -11,7 +11,7 @@ from mmrl.core.errors import UserError
 from mmrl.data.captions import Captions
 from mmrl.data.pairs import PreferencePairs
 from mmrl.data.prompts import Prompts, read
-from mmrl.data.vision import Vision
+from mmrl.data.vision.source import Vision
 from mmrl.zoo.stages.answers import of_field
 from tests.fixtures import tiny_vlms
 

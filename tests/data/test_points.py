@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.data.view import shown, side_of
-from mmrl.data.vision import Vision
 from mmrl.data.vision.boxes import Placed
 from mmrl.data.vision.points import judge, listed, read
+from mmrl.data.vision.source import Vision
 
 SIZES = [(640, 480), (360, 780), (800, 600)]
 COUNT = 24

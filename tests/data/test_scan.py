@@ -13,7 +13,7 @@ from mmrl.core.media.scan import Finding, scan
 from mmrl.data.captions import Captions
 from mmrl.data.ledger import collecting
 from mmrl.data.prompts import Prompts
-from mmrl.data.vision import Vision
+from mmrl.data.vision.source import Vision
 
 
 @pytest.fixture

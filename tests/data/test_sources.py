@@ -19,7 +19,7 @@ from mmrl.data.prompts import Prompts
 from mmrl.data.sources import folders, text_files
 from mmrl.data.sources.folders import Tree, inside
 from mmrl.data.sources.reader import rows_of
-from mmrl.data.vision import Vision
+from mmrl.data.vision.source import Vision
 from mmrl.experiment import changes
 from tests.fixtures import tiny_vlms
 

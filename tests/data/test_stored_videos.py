@@ -7,7 +7,7 @@ import pytest
 
 from mmrl.data.captions import Captions
 from mmrl.data.sources.media import video
-from mmrl.data.vision import Vision
+from mmrl.data.vision.source import Vision
 from tests.data.test_answers import film
 
 

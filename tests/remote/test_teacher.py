@@ -20,7 +20,8 @@ from mmrl.core.divergences import Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.messages import BadMessage, pack, unpack
 from mmrl.policies import teaching as wire
-from mmrl.zoo.objectives.distillation import Distill, RemoteOptions, Teacher
+from mmrl.zoo.objectives.distillation import Distill, Teacher
+from mmrl.zoo.objectives.teacher_options import RemoteOptions
 from tests.core.test_contract import made
 from tests.fixtures import toys
 from tests.fixtures.reward_servers import answering, free_port, saying

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from mmrl.apps.ray.workers import Parcel
 from mmrl.core.types import Completion, Media, Prompt
 
 FACTS = (
@@ -19,6 +19,14 @@ FACTS = (
     "last_logprob",
     "limit",
 )
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Holds the samples of one call of a reward, as they travel."""
+
+    media: Any
+    prompts: list[dict[str, Any]]
 
 
 def packed(media: Media, prompts: Sequence[Prompt], rows: slice, spelled: bool) -> Parcel:

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,21 +27,18 @@ from mmrl.apps.ray import connection
 from mmrl.apps.ray.pool import Pool
 from mmrl.apps.ray.rewards import here
 from mmrl.apps.ray.samplers import Draw, RolloutWorker, Samples
-from mmrl.config import Config, effects, import_plugins
+from mmrl.config import Config, effects
 from mmrl.config.options import TrainOptions
 from mmrl.config.sections import RayOptions
 from mmrl.core.errors import UserError
-from mmrl.core.registry import OBJECTIVES, POLICIES
+from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Copies, Media, Prompt, Rollout
 from mmrl.data.base import Curriculum
 from mmrl.data.base import batch as batch_of_prompts
-from mmrl.data.by_size import BySize
-from mmrl.experiment import build
 from mmrl.monitoring.monitors import Sampled
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
 from mmrl.scoring.worker import Worker
-from mmrl.train.device import Device
 from samplers.noise import Rng
 
 
@@ -80,25 +76,6 @@ def _uncorrected(objective: Any) -> Iterator[str]:
             "objective.policy_gradient.importance_sampling, such as {mode: truncate, cap: 2.0}, or "
             "staleness to 0"
         )
-
-
-def sampling_policy(configuration: Config) -> Policy:
-    """Build the policy of a configuration to sample with, as a trainer builds it."""
-    import_plugins(configuration)
-    options = configuration.section("train", TrainOptions)
-    build.seed_everything(options.seed)
-    policy: Policy = configuration.build("policy", POLICIES)
-    if start := configuration.plain.get("start"):
-        build.begin_with(policy, configuration, Path(start))
-    source, summaries = build.read_data(configuration)
-    source = build.admitted(policy, source, summaries)
-    if isinstance(source.train, BySize):
-        raise UserError(
-            "rows of several sizes are for runs without --engine ray, whose trainers do not sample"
-        )
-    Device(options).place(policy)
-    policy.prepare([*source.train, *source.held_out])
-    return policy
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class RolloutWorker(Worker):
         started.problem = prepared(self.surroundings)
         if started.problem:
             return started
-        from mmrl.apps.ray.rollouts import sampling_policy
+        from mmrl.apps.ray.sampling import sampling_policy
 
         try:
             self.policy = sampling_policy(pickle.loads(self.configuration))

@@ -8,9 +8,12 @@ import os
 import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.apps.ray.pool import Started
+
+if TYPE_CHECKING:  # it imports torch, before which a worker is prepared
+    from mmrl.apps.ray.parcels import Parcel
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,6 @@ class Surroundings:
                     f"every node must have it at the same place"
                 )
         return ""
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """Holds the samples of one call of a reward, as they travel."""
-
-    media: Any
-    prompts: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)

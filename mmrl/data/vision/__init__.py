@@ -1,5 +1,4 @@
-"""Reads questions about images and videos, from the formats they come in. Importing this registers
-the source."""
+"""Reads questions about images and videos, from the formats they come in. These modules register
+the data sources."""
 
-from mmrl.data.vision.paired import Paired as Paired
-from mmrl.data.vision.source import Vision as Vision
+MODULES = ("paired", "source")

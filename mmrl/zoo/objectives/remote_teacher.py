@@ -17,7 +17,7 @@ from mmrl.core.messages import BadMessage, pack, unpack
 from mmrl.core.top_tokens import completed
 from mmrl.core.types import Point
 from mmrl.policies.teaching import question
-from mmrl.zoo.objectives.distillation import RemoteOptions
+from mmrl.zoo.objectives.teacher_options import RemoteOptions
 from rewards.servers.pool import RETRIED, BoundedClient, Failed, Server, Servers, Words, body
 from rewards.servers.tokens import Tokens
 from rewards.servers.tries import Tries

@@ -13,7 +13,7 @@ from mmrl.advantages import dr_grpo, flow_grpo, grpo
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
-from mmrl.data.vision import Paired
+from mmrl.data.vision.paired import Paired
 from mmrl.policies.vlm.policy import VLM
 from mmrl.train.minibatches import loss_weights
 from mmrl.train.trainer import Trainer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
@@ -20,10 +20,19 @@ from mmrl.policies.lora import save_adapter
 from mmrl.policies.vlm.engines import vllm_weights
 from mmrl.policies.vlm.engines.vllm_options import Setup
 
-if TYPE_CHECKING:
-    from mmrl.policies.vlm.engines.vllm_server import Server
-
 ADAPTER = "policy"  # the name under which the server has the adapter
+
+
+class Server(Protocol):
+    """Defines what is asked of a server."""
+
+    url: str
+
+    def get(self, path: str) -> Any:
+        """Return what GET answers, as plain data."""
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """Return what POST answers."""
 
 
 class Transfer(Protocol):
