@@ -487,12 +487,12 @@ def load_built_in() -> None:
             importlib.import_module(f"{name}.{module}")
         for exported in vars(room).get("__all__", ()):
             getattr(room, exported)  # loads the module that has it
-    import samplers
+    from samplers import tables
 
-    KERNELS.update(samplers.KERNELS)
-    GRIDS.update(samplers.GRIDS)
-    WINDOWS.update(samplers.WINDOWS)
-    SOLVERS.update(samplers.SOLVERS)
+    KERNELS.update(tables.KERNELS)
+    GRIDS.update(tables.GRIDS)
+    WINDOWS.update(tables.WINDOWS)
+    SOLVERS.update(tables.SOLVERS)
     for registry in ALL.values():
         registry.discover()
 

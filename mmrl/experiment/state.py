@@ -40,7 +40,7 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
         "rng": _generators(),
     }
     meta["advantage"] = memory.capture(trainer.advantage)
-    if (critic := trainer.update.critic) is not None:
+    if (critic := trainer.critic) is not None:
         arrays["optimizer-critic"], states = _flatten(_optimizer_state(trainer, critic.inner))
         meta["critic"] = {"optimizer": states, "step": critic.inner.step}
         if critic.critic.head is not None:
@@ -98,7 +98,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
 
 def _restore_critic(trainer: Trainer, arrays: Arrays, meta: dict[str, Any] | None) -> None:
     """Restore what learns beside the policy; its weights are a snapshot."""
-    critic = trainer.update.critic
+    critic = trainer.critic
     if critic is None or meta is None or not meta["step"]:
         return
     tensors = _optimizer_tensors(trainer, arrays["optimizer-critic"])

@@ -6,32 +6,12 @@ The trainer calls the registered ones in order, then those that the run has adde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 import mmrl.advantages as advantages
 from mmrl.core.registry import MONITORS
-from mmrl.core.types import Media, Rewards, Rollout
 from mmrl.monitoring import completion_stats
 from mmrl.monitoring.appearance import appearance
 from mmrl.monitoring.diversity import portrait
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Holds what the policy sampled itself in an iteration: no ground-truth or replayed answers."""
-
-    iteration: int  # from 0
-    media: Media
-    rollout: Rollout  # with the masks and advantages that are trained on
-    rewards: Rewards  # as the rewards gave them
-    shaped: Rewards  # as they were compared
-    # with the groups that were replaced; shaped where none was
-    everything: tuple[Rollout, Rewards]
-    metrics: Mapping[str, float]  # of the stages and the monitors before
-
-
-Monitor = Callable[[Sampled], dict[str, float]]
+from mmrl.rollout.sampled import Sampled
 
 
 @MONITORS.register("reward_statistics")

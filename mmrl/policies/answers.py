@@ -10,15 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl.core.media.clips import (
-    HELD,
-    NO_RATE,
-    USUAL_RATE,
-    ClipError,
-    header_of,
-    open_clip,
-    too_short,
-)
+from mmrl.core.media import USUAL_RATE
+from mmrl.core.media.clips import HELD, NO_RATE, ClipError, header_of, open_clip, too_short
 from mmrl.core.types import Prompt
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.vlm.media import clip_at_rate, open_image

@@ -19,7 +19,7 @@ from mmrl.core.distributions import Dist
 from mmrl.core.effects import REFUSED_AT_RESUME, Effects
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
-from mmrl.core.media.clips import USUAL_RATE
+from mmrl.core.media import USUAL_RATE
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights

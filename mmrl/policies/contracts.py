@@ -9,19 +9,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Copies, Point, Prompt, Rollout
-from mmrl.policies.answers import clips_are_read, media_problem, opened
 from mmrl.policies.base import Policy, Reads
 from mmrl.policies.capabilities import Medium
-from mmrl.policies.prompt_states import pooled
 from samplers.noise import Rng
-from samplers.processes import Process
 from samplers.warp import Warp
 
 
@@ -34,6 +31,10 @@ class Trial:
     train: Callable[[int], Tensor]
     sampled: tuple[int, ...]  # rows that each step of sampling passes through the network
     trained: int  # rows of an epoch of training
+
+
+if TYPE_CHECKING:
+    from samplers.processes import Process
 
 
 class Contract:
@@ -70,6 +71,8 @@ class Replays(Policy, Contract):
     def prompt_states(self, prompts: list[Prompt]) -> Tensor:
         """Return a state [P, H] of every prompt, under the current weights: what its encoder makes
         of it, the mean over places, each prompt by itself."""
+        from mmrl.policies.prompt_states import pooled
+
         return torch.cat([pooled(self.recall([prompt])[0]) for prompt in prompts])
 
 
@@ -105,6 +108,8 @@ class Demonstrates(Policy, Contract):
     def open_answer(self, prompt: Prompt, value: Any) -> Tensor:
         """Open the picture or video, mostly a file, that answers a prompt, for ``demonstrate``. The
         first clip says once how clips are read."""
+        from mmrl.policies.answers import clips_are_read, opened
+
         medium = self.medium_of(prompt)
         if medium == "video" and not isinstance(value, Tensor) and not self._clips_said:
             self._clips_said = True
@@ -113,6 +118,8 @@ class Demonstrates(Policy, Contract):
 
     def unreadable(self, prompt: Prompt, value: Any) -> str | None:
         """Say why that picture or video cannot be opened, by the head of its file; None: it can."""
+        from mmrl.policies.answers import media_problem
+
         medium = self.medium_of(prompt)
         return media_problem(value, medium, self.media_frames, prompt, self.media_fps)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.core import whole_export
 from mmrl.core.errors import UserError
 
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
@@ -137,6 +136,8 @@ def save_model(net: Any, folder: Path) -> None:
         return
     net.save_pretrained(folder)
     if isinstance(net, PeftAdapterMixin):
+        from mmrl.core import whole_export
+
         whole_export.complete(folder, str(net.config.name_or_path))
 
 

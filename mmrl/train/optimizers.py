@@ -1,10 +1,9 @@
-"""Builds optimizers by name, and defines learning-rate schedules as pure functions of the step."""
+"""Builds optimizers by name."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import math
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -219,19 +218,3 @@ def unshardable(name: str) -> str | None:
     if name not in WHOLE_ONLY:
         return None
     return f"{WHOLE_ONLY[name]}; use another optimizer, or launch copies (--multi_gpu)"
-
-
-def lr_factor(schedule: str, step: int, warmup: int, total: int) -> float:
-    """Return the factor of the learning rate at optimizer step ``step`` of ``total``."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    left = max(0.0, 1 - (step - warmup) / max(1, total - warmup))
-    return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}[
-        schedule
-    ]
-
-
-def ema_decay(step: int, limit: float) -> float:
-    """Return the decay of a moving average at optimizer step ``step``: small at first, so that the
-    start is soon forgotten."""
-    return min(limit, (1 + step) / (10 + step))

@@ -2,7 +2,8 @@
 
 One iteration, the same for every family of models: take the prompts, sample, score, let the stages
 exchange groups, compare inside groups, let the monitors look, update. Whole groups live on one
-process, so that only global statistics travel.
+process, so that only global statistics travel. What one kind of run needs is imported where it is
+needed.
 """
 
 from __future__ import annotations
@@ -11,37 +12,24 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import mmrl.advantages as advantages
-from mmrl.config import effects
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
-from mmrl.config.unfit import (
-    pathless,
-    renamed_rows,
-    unfit_for_data,
-    unsuited,
-    without_average,
-)
 from mmrl.core import distributed
-from mmrl.core.errors import UserError
 from mmrl.core.metrics import Stopwatch
 from mmrl.core.registry import MONITORS
 from mmrl.core.types import Advantage, Copies, Media, Prompt, Rewards, Rollout, per_prompt
 from mmrl.data.base import Curriculum
 from mmrl.data.base import batch as batch_of_prompts
-from mmrl.data.by_size import BySize
-from mmrl.monitoring.completion_stats import finished
-from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.policies.contracts import Measures, MeasuresPasses
 from mmrl.rollout import collect
-from mmrl.rollout.preferences import Compared, labelled
-from mmrl.rollout.sizes import by_size
+from mmrl.rollout.sampled import Monitor, Sampled
 from mmrl.rollout.stages import (
     Drawn,
     Setup,
@@ -52,16 +40,15 @@ from mmrl.rollout.stages import (
     sizes_of_all,
     stages_of,
 )
-from mmrl.train import supervised
 from mmrl.train.batch import Batch
-from mmrl.train.critic import SnapshotUpdate
 from mmrl.train.device import Device, MakeOptimizer
 from mmrl.train.divergence import Divergence
-from mmrl.train.pass_size import fastest
-from mmrl.train.preferences import held_out_preferences, without_rewards
-from mmrl.train.reward_weights import RewardWeights, forgetting
 from mmrl.train.update import Update
 from samplers.noise import Rng
+
+if TYPE_CHECKING:
+    from mmrl.train.critic import SnapshotUpdate
+    from mmrl.train.reward_weights import RewardWeights
 
 Scorer = Callable[[Media, list[Prompt]], Rewards]
 
@@ -84,6 +71,8 @@ class Trainer:
         options: TrainOptions,
         device: Device | None = None,
     ):
+        from mmrl.train import checks
+
         self.policy = policy
         self.prompts = prompts
         self.scorer = scorer
@@ -95,6 +84,8 @@ class Trainer:
         self.plan = arithmetic(options, self.device.processes, group_size_may_be_one)
         self.draw: Any = collect.draw  # workers of a cluster may sample in its place
         if options.preferences is not None:
+            from mmrl.rollout.preferences import Compared, labelled
+
             self.draw = Compared.of(options.preferences)
             if options.preferences.label is not None:
                 self.advantage = labelled
@@ -106,10 +97,10 @@ class Trainer:
         policy.fixed_batch_rows = policy.fixed_batch_rows or self.plan.micro_batch
         for name in self.snapshots():
             policy.weights.keep(name)
-        suits(objective, policy, options)
+        checks.suits(objective, policy, options)
         objective.meet(policy)
-        whole_questions(prompts, self.plan.prompts_per_process)
-        one_size(prompts, options)
+        checks.whole_questions(prompts, self.plan.prompts_per_process)
+        checks.one_size(prompts, options)
         if objective.differentiates and hasattr(scorer, "differentiable"):
             objective.attach(scorer.differentiable)
         rewards = getattr(scorer, "rewards", {})
@@ -119,11 +110,17 @@ class Trainer:
         self.monitors: list[Monitor] = list(MONITORS.values())
         self.reward_weights: RewardWeights | None = None
         if options.reward_gradients is not None:
+            from mmrl.train.reward_weights import RewardWeights
+
             self.reward_weights = RewardWeights(options.reward_gradients)
             self.reward_weights.suits(objective, policy, self.device.scales_loss)
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
+        self.critic: SnapshotUpdate | None = None  # what learns beside the policy
         if critic := objective.critic():
-            self.update.critic = SnapshotUpdate(critic, policy, optimizer, options, self.device)
+            from mmrl.train.critic import SnapshotUpdate
+
+            self.critic = SnapshotUpdate(critic, policy, optimizer, options, self.device)
+            self.update.learner = self.critic
 
     def snapshots(self) -> tuple[str, ...]:
         """Name the snapshots this run keeps."""
@@ -158,6 +155,8 @@ class Trainer:
     def measure_passes(self) -> None:
         """Choose the size of all passes from now on by how fast a few sizes are; a collective
         call."""
+        from mmrl.train.pass_size import fastest
+
         prompts = self.next_prompts()[0][: self.plan.prompts_per_process]
         policy = MeasuresPasses.of(self.policy)
         trial = policy.trial(prompts, self.options.group_size, self.objective.states_read())
@@ -185,6 +184,8 @@ class Trainer:
             stage.begin(self.iteration)
         rng = Rng(self._rng("rollout").key).after(sizes, first)
         if self.objective.supervised:
+            from mmrl.train import supervised
+
             with self.clock.time("demonstrate"):
                 return supervised.collect(
                     self.policy, self.objective, prompts[local], rng, self.iteration, len(prompts)
@@ -223,13 +224,17 @@ class Trainer:
             metrics |= monitor(
                 Sampled(self.iteration, media, rollout, plain, shaped, sampled, metrics)
             )
-        if isinstance(self.draw, Compared):
+        if self.options.preferences is not None:
+            from mmrl.train.preferences import without_rewards
+
             metrics = without_rewards(metrics)
         return replace(batch, rollout=trained, rewards=weighted, sampled=sampled, metrics=metrics)
 
     def held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
         """Measure the loss on held-out answers under the present weights, where the objective
         learns from answers or preferences; a collective call."""
+        from mmrl.rollout.sizes import by_size
+
         parts = by_size(self.policy, prompts, partial(self._held_out, seed=seed))
         return {  # rows of one size are as many decisions
             name: sum(len(part.places) / len(prompts) * part.outcome[name] for part in parts)
@@ -238,11 +243,15 @@ class Trainer:
 
     def _held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
         passes = self.update.passes
-        if isinstance(self.draw, Compared):
+        if self.options.preferences is not None:
+            from mmrl.train.preferences import held_out_preferences
+
             with self._likelihoods():
                 return held_out_preferences(self.policy, passes, self.draw, prompts, seed)
         if not self.objective.supervised:
             return {}
+        from mmrl.train import supervised
+
         loss = supervised.held_out_loss(self.policy, self.objective, passes, prompts, seed)
         return {"loss": loss}
 
@@ -286,6 +295,8 @@ class Trainer:
         """Return the rewards with the weights that follow their gradients, if they do."""
         if self.reward_weights is None:
             return rewards
+        from mmrl.train.reward_weights import forgetting
+
         compare = forgetting(self.advantage, partial(self._compare, drawn))
         gradient = partial(self.update.gradient, batch)
         weighted = self.reward_weights.weighted(rewards, [*drawn.rewards], compare, gradient)
@@ -305,6 +316,8 @@ class Trainer:
                 parts = torch.where(expert[:, None, None], parts.nan_to_num(0.0), parts)
         trained = parts
         if self.options.mask_truncated_completions:
+            from mmrl.monitoring.completion_stats import finished
+
             # of a tree, what an unfinished answer shares with others is still trained
             unfinished = ~finished(drawn.media, rollout)
             trained = parts.masked_fill(unfinished[..., None], torch.nan)
@@ -327,8 +340,8 @@ class Trainer:
 
     def _likelihoods(self) -> AbstractContextManager[Any]:
         """Score answers of others by the model's own distribution, as ``sft`` does."""
-        are_given = isinstance(self.draw, Compared)
-        return self.policy.untempered() if are_given else nullcontext()
+        given = self.options.preferences is not None
+        return self.policy.untempered() if given else nullcontext()
 
     def _behavior(self) -> AbstractContextManager[Any]:
         """Put the weights in force that sample."""
@@ -343,40 +356,6 @@ def kept_snapshots(objective: Objective, options: TrainOptions) -> tuple[str, ..
     into."""
     names = {objective.behavior_policy, *objective.snapshots} - {"live"}
     return tuple(sorted(names | ({"ema"} if options.ema else set())))
-
-
-def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None:
-    """Raise UserError if the forms of a question, which are compared, would be on two processes."""
-    together = prompts.together if isinstance(prompts, Curriculum) else 1
-    if prompts_per_process % together:
-        raise UserError(
-            f"train.prompts_per_iteration: the data asks every question in {together} forms on one "
-            f"process, and a process has {prompts_per_process} prompts of an iteration; make that "
-            f"a multiple of {together}"
-        )
-
-
-def one_size(prompts: Sequence[Prompt], options: TrainOptions) -> None:
-    """Raise UserError if answers of other iterations, whose pictures may have another size, would
-    be put beside those of an iteration."""
-    if isinstance(prompts, BySize):
-        for why in effects.unsuited_to_sizes(options, len(prompts.buckets)):
-            raise UserError(why)
-
-
-def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
-    """Raise UserError if the objective is for another kind of model, or needs a snapshot that the
-    run does not keep."""
-    if why := unsuited(type(objective), policy) or without_average(objective.snapshots, options):
-        raise UserError(why)
-    if renamed := list(renamed_rows(options, objective)):
-        raise UserError(renamed[0])
-    if why := pathless(options, policy, objective):
-        raise UserError(why)
-    for option, sentence in objective.unfit(policy):
-        raise UserError(f"the objective's option {option}: {sentence}")
-    if problems := list(unfit_for_data(options, objective, policy)):
-        raise UserError("\n".join(problems))
 
 
 def _equal(rewards: Rewards | torch.Tensor, rollout: Rollout) -> torch.Tensor:

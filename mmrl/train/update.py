@@ -28,8 +28,8 @@ from mmrl.policies.base import Policy
 from mmrl.train import logprob_gate, minibatches
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device
-from mmrl.train.optimizers import ema_decay, lr_factor
 from mmrl.train.passes import Passes
+from mmrl.train.schedules import ema_decay, lr_factor
 from samplers.noise import Rng
 
 
@@ -63,7 +63,7 @@ class Update:
         self.passes = Passes(policy, objective, options, self.plan)
         self.lrs = [group["lr"] for group in optimizer.param_groups]
         self.step = 0
-        self.critic: Learner | None = None  # what learns beside the policy
+        self.learner: Learner | None = None  # what learns beside the policy
 
     def run(self, batch: Batch) -> dict[str, float]:
         """Take all optimizer steps on a batch; then let the snapshot ``old`` follow. Returns
@@ -114,8 +114,8 @@ class Update:
     ) -> int:
         """Take the optimizer step on these rows, after ``train.slow_fast``'s fast steps and its
         step back if there are any. Returns how many steps were left out."""
-        if self.critic is not None:
-            self.critic.improve(batch, rollout, rng, meter)
+        if self.learner is not None:
+            self.learner.improve(batch, rollout, rng, meter)
         fast = self.options.slow_fast
         if fast is None or (fast.iterations is not None and batch.iteration >= fast.iterations):
             return not self.improve(batch, rollout, rng, on_policy, meter)

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-import samplers
 from mmrl.config import build
 from mmrl.core import registry
 from mmrl.core.errors import UserError
@@ -381,7 +380,7 @@ def test_more_noise_for_a_larger_eta_and_none_without_a_step(kernel):
     x, v = latents()
     spread = [kernel(x, v, *on_rows(x, 0.6, 0.4, eta))[1].max() for eta in (0.0, 0.3, 0.6)]
     assert spread == sorted(spread)
-    if kernel in (samplers.KERNELS["cps"], samplers.KERNELS["consistency"]):
+    if kernel in (KERNELS["cps"], KERNELS["consistency"]):
         return  # their noise does not shrink with the step
     still, std = kernel(x, v, *on_rows(x, 0.6, 0.6, 0.5))
     torch.testing.assert_close(still, x)

@@ -204,7 +204,7 @@ def test_what_learns_beside_the_policy_is_counted(tmp_path):
     assert found["snapshots"] == held["snapshot-fake"] + held["snapshot-ref"]
     assert found["optimizer"] == pytest.approx(real["optimizer"], rel=0.01)
     # both optimizers step the same tensors, so there is one set of gradients
-    updates = trainer.update, trainer.update.critic.inner
+    updates = trainer.update, trainer.critic.inner
     own, of_fake = ({id(p) for g in u.optimizer.param_groups for p in g["params"]} for u in updates)
     assert own == of_fake and found["gradients"] == held["weights"]
     # of every row: a pass with a gradient by the student, and one in each of three steps

@@ -14,9 +14,9 @@ from mmrl.core.types import Rollout
 from mmrl.experiment.lifecycle import trained
 from mmrl.experiment.stopping import NOTHING_TO_LEARN
 from mmrl.monitoring.alarms import IN_A_ROW, STUCK, Alarms
-from mmrl.monitoring.monitors import Sampled
 from mmrl.monitoring.report.page import render
 from mmrl.monitoring.report.runs import read_run
+from mmrl.rollout.sampled import Sampled
 from rewards.answers.grounding import Grounding
 
 GOOD = {

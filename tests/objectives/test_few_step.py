@@ -312,7 +312,7 @@ def test_distribution_matching_finds_the_width():
     mean, width = spread(trainer.policy, steps)
     assert mean < 0.3 and 0.3 < width < 0.75, (mean, width)
     assert {"fake/error", "fake/grad_norm", "dmd/direction"} <= set(metrics)
-    assert "error" not in metrics and trainer.update.critic.inner.step == 3 * trainer.update.step
+    assert "error" not in metrics and trainer.critic.inner.step == 3 * trainer.update.step
 
 
 @pytest.mark.parametrize("make", [Consistency, DistributionMatching])
@@ -327,7 +327,7 @@ def test_the_fake_model_has_an_optimizer_of_its_own():
     trainer = trainer_of(DistributionMatching(teacher=single(), fake_lr=0.5), count=4)
     before = {k: v.clone() for k, v in trainer.policy.weights.saved[FAKE].items()}
     trainer.iterate()
-    inner = trainer.update.critic.inner
+    inner = trainer.critic.inner
     assert inner.optimizer is not trainer.update.optimizer
     assert inner.optimizer.param_groups[0]["lr"] == 0.5 != trainer.update.lrs[0]
     moved = [(v - before[k]).abs().max() for k, v in trainer.policy.weights.saved[FAKE].items()]

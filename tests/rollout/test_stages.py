@@ -16,8 +16,9 @@ from mmrl.experiment import state
 from mmrl.objectives import PolicyGradient
 from mmrl.rollout.stages import Setup, Stage, by_question, stages_of
 from mmrl.scoring.scorer import Scorer
+from mmrl.train.checks import whole_questions
 from mmrl.train.optimizers import adamw
-from mmrl.train.trainer import Trainer, whole_questions
+from mmrl.train.trainer import Trainer
 from mmrl.zoo.advantages import GCPO
 from mmrl.zoo.curricula.suggestions import Forms
 from tests.fixtures import toys

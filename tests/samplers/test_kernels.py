@@ -9,7 +9,6 @@ import torch
 
 from mmrl.core.distributions import Score
 from mmrl.core.registry import describe
-from samplers import KERNELS
 from samplers.kernels import (
     consistency,
     cps,
@@ -25,6 +24,7 @@ from samplers.processes import Consistent, Diffusion, Flow, TrigFlow, noised
 from samplers.schedules import shift_time
 from samplers.solvers import ddim as ddim_solver
 from samplers.solvers import dpm
+from samplers.tables import KERNELS
 
 X = torch.tensor([[0.5, -1, 1.5, 0.25], [-0.75, 0.4, 0.1, -1.2]]).view(2, 1, 2, 2)
 V = torch.tensor([[0.2, -0.6, 0.9, -0.3], [1.1, -0.5, 0.35, 0.7]]).view(2, 1, 2, 2)

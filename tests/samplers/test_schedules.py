@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mmrl.core.registry import describe, options
-from samplers import GRIDS, WINDOWS
 from samplers.noise import Rng
 from samplers.schedules import compressed, dynamic, flow_match_euler, linear, shift_time, shifted
+from samplers.tables import GRIDS, WINDOWS
 from samplers.windows import all_but_last, window
 
 NEEDS = {"dynamic": {"mu": 0.8}}

@@ -18,7 +18,8 @@ from mmrl.objectives import PolicyGradient
 from mmrl.scoring import Scorer
 from mmrl.train import logprob_gate
 from mmrl.train.minibatches import batches
-from mmrl.train.optimizers import adamw, ema_decay, lr_factor, sgd
+from mmrl.train.optimizers import adamw, sgd
+from mmrl.train.schedules import ema_decay, lr_factor
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from tests.fixtures import toys

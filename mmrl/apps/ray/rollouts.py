@@ -35,9 +35,9 @@ from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Copies, Media, Prompt, Rollout
 from mmrl.data.base import Curriculum
 from mmrl.data.base import batch as batch_of_prompts
-from mmrl.monitoring.monitors import Sampled
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
+from mmrl.rollout.sampled import Sampled
 from mmrl.scoring.worker import Worker
 from samplers.noise import Rng
 

@@ -22,7 +22,6 @@ import numpy as np
 
 from mmrl.core.media.pictures import PictureError, rgb_picture
 
-USUAL_RATE = 16.0  # frames a second of the videos of a model that says no other
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # that may be frames
 WITHIN = 1e-3  # seconds: stamps of Matroska are whole milliseconds
 CUT = "it is cut short, or no video that FFmpeg reads"

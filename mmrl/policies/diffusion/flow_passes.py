@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-import samplers
 from mmrl.core.contract import called, returned
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
@@ -22,10 +21,11 @@ from mmrl.policies.base import LogprobGuidance, rows_of, without_empty
 from mmrl.policies.contracts import Branches, FollowsProcess
 from mmrl.policies.diffusion.row_settings import GUIDANCE
 from mmrl.policies.diffusion.trees import Tree
+from samplers import tables
 from samplers.batching import at_width
 from samplers.processes import Flow, Process
 
-BUILT_IN = frozenset(samplers.KERNELS.values())
+BUILT_IN = frozenset(tables.KERNELS.values())
 FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
 
 

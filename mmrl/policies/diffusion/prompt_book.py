@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from cachetools import LRUCache
 
-from mmrl.core.media.clips import USUAL_RATE
+from mmrl.core.media import USUAL_RATE
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.prompt_videos import frames_of
 from mmrl.policies.vlm.media import shown_image

@@ -40,7 +40,7 @@ def make(**options):
         "fixed_batch_rows": 4,
     } | options
     if isinstance(chosen.get("sde_type"), str):
-        from samplers import KERNELS
+        from samplers.tables import KERNELS
 
         chosen["sde_type"] = KERNELS[chosen["sde_type"]]
     return POLICIES.build("module", **chosen)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.errors import UserError
-from mmrl.core.media.clips import USUAL_RATE
+from mmrl.core.media import USUAL_RATE
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.prompt_book import PromptBook
 from mmrl.policies.diffusion.prompt_videos import CHANGERS, VIDEOS
