@@ -14,6 +14,7 @@ from mmrl.api.arguments import Overrides, needed, prompts_of, words_of
 from mmrl.api.isolation import isolated
 from mmrl.api.policies import Policy, model_of
 from mmrl.api.processes import meet
+from mmrl.api.protocols import RunLike
 from mmrl.api.rewards import named
 from mmrl.cli import commands
 from mmrl.config import build_rewards
@@ -25,8 +26,6 @@ from mmrl.scoring import Scorer
 
 if TYPE_CHECKING:
     import pandas
-
-    from mmrl.api.runs import Run
 
 
 class Evaluation:
@@ -89,7 +88,7 @@ def _interval(line: Mapping[str, Any]) -> str:
 
 
 def evaluate(
-    source: str | Path | Run | Policy,
+    source: str | Path | RunLike | Policy,
     overrides: Overrides = None,
     *,
     checkpoint: str | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from mmrl.api.arguments import Overrides, plain, prompts_of, words_of
 from mmrl.api.isolation import isolated
 from mmrl.api.media import Samples, shown
 from mmrl.api.processes import check_whole, whole, writes
+from mmrl.api.protocols import RunLike
 from mmrl.config import Config
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
@@ -25,9 +26,6 @@ from mmrl.experiment import build, checkpoint, evaluation
 from mmrl.policies.base import Policy as Model
 from mmrl.policies.contracts import EvaluatesGreedily
 from mmrl.train.device import Device
-
-if TYPE_CHECKING:
-    from mmrl.api.runs import Run
 
 # of a policy that is loaded without a configuration of its training
 NO_TRAINING = TrainOptions(prompts_per_iteration=1, group_size=1, train_batch_size=1, iterations=0)
@@ -134,7 +132,7 @@ def _choosing(model: Model, likeliest: bool) -> Iterator[None]:
 
 
 def load_policy(
-    source: str | Path | Mapping[str, Any] | Run,
+    source: str | Path | Mapping[str, Any] | RunLike,
     overrides: Overrides = None,
     checkpoint: str | None = None,
 ) -> Policy:
@@ -152,7 +150,7 @@ def load_policy(
 
 
 def opened(
-    source: str | Path | Mapping[str, Any] | Run, overrides: Overrides = None
+    source: str | Path | Mapping[str, Any] | RunLike, overrides: Overrides = None
 ) -> tuple[Config, Path | None]:
     """Read the configuration of a policy, and find the run folder that holds its weights, if it is
     a run."""

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import mmrl.config as configurations
 from mmrl.api.arguments import Overrides, needed, plain, words_of
@@ -17,6 +17,7 @@ from mmrl.api.isolation import Live, isolated
 from mmrl.api.media import Samples
 from mmrl.api.policies import Policy, load_policy
 from mmrl.api.processes import meet, writes
+from mmrl.api.protocols import TrainerLike
 from mmrl.config import Config
 from mmrl.config.sections import SECTIONS
 from mmrl.core.errors import UserError
@@ -30,8 +31,6 @@ from mmrl.monitoring.report.runs import read_run
 if TYPE_CHECKING:
     import pandas
 
-    from mmrl.api.trainer import Trainer
-
 
 class Run:
     """Holds a run: what it measured, what it drew, and the policy it trained. It reads the folder
@@ -41,7 +40,7 @@ class Run:
     notebook shows the report: verdict, curves, pictures, answers with their boxes.
     """
 
-    def __init__(self, folder: str | Path, stopped: str = "", trainer: Trainer | None = None):
+    def __init__(self, folder: str | Path, stopped: str = "", trainer: TrainerLike | None = None):
         self.folder = Path(folder)
         self.stopped = stopped
         self.trainer = trainer
@@ -85,7 +84,7 @@ class Run:
     def policy(self) -> Policy:
         """Return the trained policy: that of the Trainer, or loaded from the newest checkpoint."""
         if self.trainer is not None and self.trainer.policy is not None:
-            return self.trainer.policy
+            return cast(Policy, self.trainer.policy)
         return load_policy(self.folder)
 
     def evaluate(self, overrides: Overrides = None) -> Evaluation:
@@ -196,7 +195,8 @@ def resumed(
 ) -> Run:
     """Go on with a run; what lives in Python only is that of its Trainer."""
     if run.trainer is not None and not overrides and not callbacks:
-        return run.trainer.train(resume=True, accept_changes=accept, progress=progress)
+        again = run.trainer.train(resume=True, accept_changes=accept, progress=progress)
+        return cast(Run, again)
     watcher = Watching(callbacks)
     with isolated(run.live(), quiet=not progress):
         ended = lifecycle.trained(run.folder, words_of(overrides), True, accept, watcher)
@@ -207,7 +207,7 @@ def resumed(
     return finished(ended, run.trainer)
 
 
-def finished(ended: Ended, trainer: Trainer | None = None) -> Run:
+def finished(ended: Ended, trainer: TrainerLike | None = None) -> Run:
     """Make the run that a call returns. A signal other than Ctrl-C then does what it would have
     done without us."""
     meet()

@@ -15,7 +15,7 @@ from mmrl.policies.base import rows_of, without_empty
 from samplers.noise import Rng
 
 if TYPE_CHECKING:
-    from mmrl.policies.diffusion.flow_policy import FlowPolicy
+    from mmrl.policies.diffusion.flow_passes import FlowPasses
 
 RNG = Rng.of("first look")
 # of the velocity's size: passes of one width give a row the same number, others a rounded one
@@ -23,14 +23,14 @@ ALLOWED = 1e-3
 OTHER_WIDTH = 0.05
 
 
-def check_conditions(policy: FlowPolicy, cond: Mapping[str, Any], prompts: int) -> None:
+def check_conditions(policy: FlowPasses, cond: Mapping[str, Any], prompts: int) -> None:
     """Raise UserError where ``encode`` gave other than a row for each prompt, and one for none."""
     for name, value in without_empty(dict(cond)).items():
         _check_rows(policy, name, value, prompts)
     _check_rows(policy, "uncond", cond.get("uncond"), 1)
 
 
-def _check_rows(policy: FlowPolicy, name: str, value: Any, rows: int) -> None:
+def _check_rows(policy: FlowPasses, name: str, value: Any, rows: int) -> None:
     if isinstance(value, Mapping):
         for inner, part in value.items():
             _check_rows(policy, f"{name}.{inner}", part, rows)
@@ -40,7 +40,7 @@ def _check_rows(policy: FlowPolicy, name: str, value: Any, rows: int) -> None:
 
 
 @torch.no_grad()
-def check_independence(policy: FlowPolicy, cond: Mapping[str, Any], prompts: int) -> None:
+def check_independence(policy: FlowPasses, cond: Mapping[str, Any], prompts: int) -> None:
     """Compare the velocity of a row beside another with that of the row alone; a collective call of
     sharded networks. Raises UserError where they differ: log-probs would depend on which rows share
     a pass; and where one is not finite, before a reward is blamed.

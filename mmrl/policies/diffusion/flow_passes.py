@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -23,10 +24,14 @@ from mmrl.policies.diffusion.row_settings import GUIDANCE
 from mmrl.policies.diffusion.trees import Tree
 from samplers import tables
 from samplers.batching import at_width
+from samplers.noise import Rng
 from samplers.processes import Flow, Process
 
 BUILT_IN = frozenset(tables.KERNELS.values())
 FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
+
+
+Window = Callable[[int, int, Rng], Tensor]
 
 
 class FlowPasses(FollowsProcess, Branches):
@@ -47,6 +52,19 @@ class FlowPasses(FollowsProcess, Branches):
     sde_type: Kernel
     dist_type: type[Gaussian]
     tree: Tree | None
+    times: Tensor  # [K + 1] of a path
+    evaluation_times: Tensor
+    noise_window: Window  # which steps are stochastic
+    noise_level: float
+    noise_anneal: float
+    flash_step_ratio: float | None
+    exploring = True  # False while evaluating: only the initial noise is drawn
+    # True while a model whose sampler draws noise is evaluated: noise, but no decision
+    plain = False
+
+    def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
+        """Make the first states of paths [B, *] from noise and the rows' conditions."""
+        return noise
 
     @abstractmethod
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:

@@ -16,7 +16,7 @@ from samplers.noise import Rng
 from samplers.schedules import compressed
 
 if TYPE_CHECKING:
-    from mmrl.policies.diffusion.flow_policy import FlowPolicy
+    from mmrl.policies.diffusion.flow_passes import FlowPasses
 
 
 class Plan(NamedTuple):
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
 
 def planned(
-    policy: FlowPolicy, copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
+    policy: FlowPasses, copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
 ) -> Plan:
     """Plan what the sampler does in this iteration: times, noise levels, branching."""
     try:
@@ -80,7 +80,7 @@ def planned(
     return plan
 
 
-def decides(policy: FlowPolicy, plan: Plan) -> bool:
+def decides(policy: FlowPasses, plan: Plan) -> bool:
     """Tell whether any step draws noise: some have none whatever their noise level, such as
     DDIM's to the data."""
     steps = len(plan.eta)

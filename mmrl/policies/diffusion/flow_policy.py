@@ -54,7 +54,7 @@ from mmrl.policies.contracts import MeasuresPasses, NamesSpaces, Replays, Trial
 from mmrl.policies.demonstrations import placed_rows, sourced
 from mmrl.policies.diffusion import trials
 from mmrl.policies.diffusion.first_look import check_conditions, check_independence
-from mmrl.policies.diffusion.flow_passes import FlowPasses
+from mmrl.policies.diffusion.flow_passes import FlowPasses, Window
 from mmrl.policies.diffusion.flow_plan import Plan, planned
 from mmrl.policies.diffusion.path_points import decision
 from mmrl.policies.diffusion.trees import Tree
@@ -67,7 +67,6 @@ from samplers.windows import FIXED, all_steps
 
 Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
 # (steps, iteration, rng) -> [K] bool, where noise is injected
-Window = Callable[[int, int, Rng], Tensor]
 Solver = Callable[[Process], Step]
 Storage = Literal["float32", "bfloat16", "float16"]
 
@@ -94,11 +93,9 @@ class FlowPolicy(FlowPasses, Replays, MeasuresPasses, NamesSpaces):
     pass.
     """
 
-    exploring = True  # False while evaluating: only the initial noise is drawn
     # its sampler adds fresh noise between steps, in evaluation too (consistency models)
     renews = False
     unseen = True  # until its conditions and rows were looked at, before it first samples
-    plain = False  # True while such a model is evaluated: noise, but no decision
     capabilities = Capabilities("gaussian")
 
     def __init__(
@@ -173,10 +170,6 @@ class FlowPolicy(FlowPasses, Replays, MeasuresPasses, NamesSpaces):
 
     @abstractmethod
     def decode(self, rollout: Rollout) -> Media: ...
-
-    def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
-        """Make the first states of paths [B, *] from noise and the rows' conditions."""
-        return noise
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:

@@ -6,29 +6,58 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mmrl.core.host import sent
 from mmrl.core.types import Rollout, TokenOrder
-from mmrl.policies.base import Drafts
+from mmrl.policies.base import Drafts, LogprobGuidance
 from mmrl.policies.drafts import Forced, accepted
 from mmrl.policies.image_tokens.network import Inputs, beside, spans, stacked
 from mmrl.policies.scores import BYTES, recorded
 from samplers.batching import chunks
 from samplers.noise import Rng
+from samplers.warp import Warp
 
-if TYPE_CHECKING:
-    from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+
+class DrawsBlocks(Protocol):
+    """Defines what is asked of a policy of image tokens."""
+
+    net: Any
+    warp: Warp
+    guidance_scale: float
+    logprob_guidance: LogprobGuidance
+    forwards: int
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """Return what is recorded of every decision."""
+
+    def collate(self, cond: list[Inputs]) -> Inputs: ...
+
+    def empty(self, inputs: Inputs) -> Inputs: ...
+
+    def scales(self, guidance: float) -> Tensor: ...
+
+    def blocks_of(self, ids: Tensor) -> Tensor: ...
+
+    def decided(self, ids: Tensor) -> Tensor: ...
+
+    def with_recorded(self, rollout: Rollout, values: Tensor) -> Rollout: ...
+
+    def draw_block(self, *arguments: Any, **options: Any) -> Any: ...
 
 
 class Reading:
     """Holds drafts [B, T] that have been read in one pass; with guidance a row's unconditional one
     follows it."""
 
-    def __init__(self, policy: ImageTokenPolicy, cond: list[Inputs], group: Tensor, ids: Tensor):
+    def __init__(self, policy: DrawsBlocks, cond: list[Inputs], group: Tensor, ids: Tensor):
         unique, rows = group.unique(return_inverse=True)
         inputs = policy.collate([cond[i] for i in unique.tolist()])
         self.guided = policy.guidance_scale != 1
@@ -108,7 +137,7 @@ class Drawn(NamedTuple):
 
 @torch.no_grad()
 def speculate(
-    policy: ImageTokenPolicy,
+    policy: DrawsBlocks,
     cond: list[Inputs],
     group: Tensor,
     row: Tensor,
@@ -130,7 +159,7 @@ def _rows(x: Tensor, part: slice) -> Tensor:
 
 
 def _speculated(
-    policy: ImageTokenPolicy,
+    policy: DrawsBlocks,
     cond: list[Inputs],
     group: Tensor,
     row: Tensor,

@@ -14,11 +14,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.policies import scores
 from mmrl.policies.compiling import check_backend
@@ -28,17 +28,33 @@ from mmrl.policies.vlm.cascade import Cascade, Layout
 from samplers.warp import Warp
 
 if TYPE_CHECKING:
-    from mmrl.policies.vlm.prefix_sharing import SharedPrefix
     from mmrl.policies.vlm.prefixes import Prefix
 
 # graphs of one function in a process, whose policies have some each
 GRAPHS = 64
 
 
+class Continues(Protocol):
+    """Defines what is compiled: a network that continues answers behind a cache."""
+
+    @property
+    def text_config(self) -> Any:
+        """Return the configuration of the language model."""
+
+    def named_modules(self) -> Any:
+        """Return the parts by name."""
+
+    def continued(self, *arguments: Any, **options: Any) -> Tensor:
+        """Return hidden states [B, L, H] of tokens behind a cache."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [*, V] of hidden states [*, H]."""
+
+
 class Compiled:
     """Holds the compiled passes of a network; graphs are built when they are first called."""
 
-    def __init__(self, net: SharedPrefix, backend: str = "inductor"):
+    def __init__(self, net: Continues, backend: str = "inductor"):
         """Raises UserError where torch has no such backend, or the network's layers attend in a
         way that the passes here do not know."""
         check_backend(backend)
@@ -159,7 +175,7 @@ class Compiled:
         return score
 
 
-def state_of(net: nn.Module) -> Hashable:
+def state_of(net: Continues) -> Hashable:
     """Return all that a graph of sampling may depend on but weights: the kinds of modules and
     tensors, and every plain attribute (modes, switches of adapters)."""
     parts: list[Hashable] = []
@@ -211,7 +227,7 @@ def changes(warp: Warp) -> bool:
 
 
 def _token_of(
-    net: SharedPrefix, draw: Callable[..., Any] | None, warp: Warp | None
+    net: Continues, draw: Callable[..., Any] | None, warp: Warp | None
 ) -> Callable[..., tuple[Tensor, Any]]:
     """Make the pass of one token a row, which also draws the next one if it is told how."""
 
@@ -234,7 +250,7 @@ def _token_of(
     return token
 
 
-def _answers_of(net: SharedPrefix) -> Callable[..., Tensor]:
+def _answers_of(net: Continues) -> Callable[..., Tensor]:
     """Make the pass over answers ids [B, T] behind ``prompts`` of their rows."""
 
     def answers(ids: Tensor, places: Tensor, prompts: Sequence[KV], attended: Tensor) -> Tensor:
@@ -247,7 +263,7 @@ def _answers_of(net: SharedPrefix) -> Callable[..., Tensor]:
     return answers
 
 
-def _draw_of(net: SharedPrefix, draw: Callable[..., Any], warp: Warp) -> Callable[..., Any]:
+def _draw_of(net: Continues, draw: Callable[..., Any], warp: Warp) -> Callable[..., Any]:
     def drawn(hidden: Tensor, uniform: Tensor | None) -> Any:
         return draw(net.logits(hidden), warp, uniform)
 
@@ -255,7 +271,7 @@ def _draw_of(net: SharedPrefix, draw: Callable[..., Any], warp: Warp) -> Callabl
 
 
 def _score_of(
-    net: SharedPrefix, warp: Warp, entropy: bool
+    net: Continues, warp: Warp, entropy: bool
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     def score(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         return scores.scored(warp(net.logits(hidden), keep=ids), ids, entropy)

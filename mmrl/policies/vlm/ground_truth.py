@@ -13,12 +13,12 @@ from mmrl.policies.vlm.completions import begun_by
 from mmrl.policies.vlm.template import behind, check_thought
 
 if TYPE_CHECKING:
-    from mmrl.policies.vlm.policy import VLM
+    from mmrl.policies.vlm.scoring import Passes
 
 
 @torch.no_grad()
 def with_ground_truth(
-    policy: VLM, rollout: Rollout, write: Callable[[Prompt], str | None], last: Tensor, size: int
+    policy: Passes, rollout: Rollout, write: Callable[[Prompt], str | None], last: Tensor, size: int
 ) -> Rollout:
     """Replace the ``last`` answer [P] of every group by the right one, with the log-probs that
     the policy gives it.
@@ -57,7 +57,7 @@ def with_ground_truth(
     )
 
 
-def tokens_of(policy: VLM, prompt: Prompt, text: str | None, most: int) -> list[int] | None:
+def tokens_of(policy: Passes, prompt: Prompt, text: str | None, most: int) -> list[int] | None:
     """Return the tokens of an answer that somebody wrote; None where there is none of at most
     ``most`` tokens."""
     if text is None:

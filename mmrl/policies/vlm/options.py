@@ -18,10 +18,10 @@ from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.policies.vlm.routing import Routing
 
 if TYPE_CHECKING:
-    from mmrl.policies.vlm.policy import VLM
+    from mmrl.policies.vlm.scoring import Passes
 
 
-def refuse_tree(policy: VLM, net: SharedPrefix) -> None:
+def refuse_tree(policy: Passes, net: SharedPrefix) -> None:
     """Raise UserError where answers cannot branch, and are told to."""
     if policy.tree is None or policy.engine == "own" and net.share and divisible(net.hf):
         return
@@ -32,7 +32,7 @@ def refuse_tree(policy: VLM, net: SharedPrefix) -> None:
     )
 
 
-def refuse_together(policy: VLM, replays_routing: bool, both_trained: bool) -> None:
+def refuse_together(policy: Passes, replays_routing: bool, both_trained: bool) -> None:
     """Raise UserError for options that exclude each other; ``both_trained``: lora and train."""
     if policy.engine in EXTERNAL and (policy.anneal or policy.warp.adaptive):
         raise UserError(
@@ -56,7 +56,7 @@ def refuse_together(policy: VLM, replays_routing: bool, both_trained: bool) -> N
         )
 
 
-def refuse_drafts(policy: VLM) -> None:
+def refuse_drafts(policy: Passes) -> None:
     """Raise UserError where answers cannot go on from the beginnings of others."""
     if policy.plainly or policy.outside is not None or not divisible(policy.net.hf):
         raise UserError(
@@ -75,7 +75,7 @@ def refuse_drafts(policy: VLM) -> None:
         raise UserError(SHARDED)
 
 
-def replay_experts(policy: VLM, net: SharedPrefix) -> None:
+def replay_experts(policy: Passes, net: SharedPrefix) -> None:
     """Record and replay the experts of tokens. Raises UserError where that cannot be."""
     if policy.engine != "own" or not net.share or net.packed:
         raise UserError(
@@ -86,7 +86,7 @@ def replay_experts(policy: VLM, net: SharedPrefix) -> None:
 
 
 def pack_batches(
-    policy: VLM, net: SharedPrefix, attention: str, packed: bool | None, branches: bool
+    policy: Passes, net: SharedPrefix, attention: str, packed: bool | None, branches: bool
 ) -> None:
     """Turn packed batches on where options choose them; UserError where the model cannot take
     them."""
@@ -109,7 +109,7 @@ def pack_batches(
         enable(net.hf)
 
 
-def compile_passes(policy: VLM, net: SharedPrefix, compile: bool | str) -> None:
+def compile_passes(policy: Passes, net: SharedPrefix, compile: bool | str) -> None:
     """Compile the passes of a policy by torch.compile, ``compile`` True or the name of a backend.
     Raises UserError where that cannot be."""
     if not compile:
@@ -146,7 +146,7 @@ def refuse_shards(net: SharedPrefix) -> None:
         )
 
 
-def warnings_of(policy: VLM, hf: Any) -> Iterator[str]:
+def warnings_of(policy: Passes, hf: Any) -> Iterator[str]:
     """Yield what the log should warn of."""
     if policy.sharing == "auto" and not shareable(hf):
         yield f"prompts of {hf.config.model_type} are read once for every answer, not once a group"

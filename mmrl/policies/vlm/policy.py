@@ -19,6 +19,7 @@ from mmrl.core.effects import FREE_AT_RESUME, REFUSED_AT_RESUME, Effects
 from mmrl.core.host import sent
 from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES, locate
+from mmrl.core.sharding import sharded
 from mmrl.core.types import (
     Copies,
     Media,
@@ -89,7 +90,7 @@ from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.refill import Refill
 from mmrl.policies.vlm.scoring import Encoded, Passes
-from mmrl.policies.vlm.self_check import chosen
+from mmrl.policies.vlm.self_check import chosen, fewest, of_first_process, settle
 from mmrl.policies.vlm.self_scores import token_id, with_self_scores
 from mmrl.policies.vlm.special import digest_of
 from mmrl.policies.vlm.trees import TextTree
@@ -483,6 +484,18 @@ class VLM(
         if self.record_entropy:
             entropy = torch.cat([part.entropies() for part in scored])
         return rollout.replace(logprob=logprob, entropy=entropy, provenance=provenance)
+
+    def _check(self, cond: list[Encoded]) -> None:
+        """Compare, once, the passes with the model's own forward pass, on prompts of the run where
+        they are known."""
+        if self.checked:
+            return
+        self.checked = True
+        if self.compared:
+            cond = self.encode(self.compared)
+        elif sharded(self.net):
+            cond = of_first_process(fewest(cond), torch.device(self.device))
+        settle(self, fewest(cond))
 
     def _scored(self, rollout: Rollout) -> Rollout:
         """Score rows by the policy's own pass: their log-probs and, if recorded, entropies."""

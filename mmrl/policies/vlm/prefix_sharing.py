@@ -27,9 +27,9 @@ from mmrl.policies.tokens import places
 from mmrl.policies.vlm import caches, features, packing, sights
 from mmrl.policies.vlm.cascade import Cascade, attending, fits
 from mmrl.policies.vlm.compiled import Compiled, changes, symbolic
-from mmrl.policies.vlm.engines import transformers
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
 from mmrl.policies.vlm.heads import Head, network, output_embeddings, writer
+from mmrl.policies.vlm.own_generate import run as run_generate
 from mmrl.policies.vlm.positions import axes, following
 from mmrl.policies.vlm.prefixes import Prefix
 from mmrl.policies.vlm.routing import Routing
@@ -281,7 +281,7 @@ class SharedPrefix(nn.Module):
             )
         left_out = ("position_ids", "witness")
         taken = {name: x for name, x in inputs.items() if name not in left_out}
-        transformers.run(self.hf, taken, recorder, synced)
+        run_generate(self.hf, taken, recorder, synced)
 
     def enable_gradient_checkpointing(self) -> None:
         """Let layers be computed again in the backward pass; with caches that is safe, since ours

@@ -3,6 +3,7 @@ scores."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.core.metrics import Stopwatch
 from mmrl.core.sharding import in_step, sharded
-from mmrl.core.types import Point, Prompt, tree_map
+from mmrl.core.types import Point, Prompt, Rollout, tree_map
 from mmrl.policies.base import Drafts
 from mmrl.policies.contracts import Branches, ReadsPrompts
 from mmrl.policies.scores import Scored
@@ -34,13 +35,12 @@ from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
-from mmrl.policies.vlm.self_check import fewest, of_first_process, settle
 from mmrl.policies.vlm.sights import PICTURES
 from mmrl.policies.vlm.speculation import speculate
 from mmrl.policies.vlm.trees import Growth, TextTree
 from samplers.batching import chunks
 from samplers.noise import Rng
-from samplers.warp import Warp
+from samplers.warp import Anneal, Warp
 
 Encoded = dict[str, Tensor]
 Blank = Callable[[], Prompt]
@@ -59,6 +59,10 @@ class Passes(TokenPolicy, ReadsPrompts, Branches):
     tree: TextTree | None  # how answers of a group branch
     growing: bool = True  # whether they do: not in evaluation
     sees: bool  # gradients reach the vision tower or its projector
+    anneal: Anneal | None  # of the warp's temperature
+    outside: Any  # the engine that samples elsewhere; None: here
+    record_question_gain: bool
+    self_score_id: int | None  # the token whose log-prob behind an answer is recorded
     refill: Refill = "none"  # which row takes the place of one that has ended
 
     def __init__(self, net: nn.Module, **options: Any):
@@ -307,17 +311,14 @@ class Passes(TokenPolicy, ReadsPrompts, Branches):
         entropies = [s.entropy for _, s in scored if s.entropy is not None]
         return hidden, Scored(logprob, torch.cat(entropies)[order] if entropies else None)
 
+    @abstractmethod
     def _check(self, cond: list[Encoded]) -> None:
         """Compare, once, the passes with the model's own forward pass, on prompts of the run where
         they are known."""
-        if self.checked:
-            return
-        self.checked = True
-        if self.compared:
-            cond = self.encode(self.compared)
-        elif sharded(self.net):
-            cond = of_first_process(fewest(cond), torch.device(self.device))
-        settle(self, fewest(cond))
+
+    @abstractmethod
+    def _scored(self, rollout: Rollout) -> Rollout:
+        """Return the rollout with the log-probs of all its tokens."""
 
     def _answers(
         self,

@@ -16,11 +16,11 @@ from mmrl.core.types import Rollout
 from samplers.warp import Warp
 
 if TYPE_CHECKING:
-    from mmrl.policies.vlm.policy import VLM
+    from mmrl.policies.vlm.scoring import Passes
 
 
 @torch.no_grad()
-def question_gain(policy: VLM, rollout: Rollout, size: int) -> Tensor:
+def question_gain(policy: Passes, rollout: Rollout, size: int) -> Tensor:
     """Compute log p(token | question) - log p(token | empty question) of all tokens [B, T], nats,
     of the whole distribution at temperature 1, in passes of ``size`` rows."""
     empty, _ = policy._encoded({"text": ""})
@@ -38,7 +38,7 @@ def question_gain(policy: VLM, rollout: Rollout, size: int) -> Tensor:
 
 
 @torch.no_grad()
-def last_logprob(policy: VLM, rollout: Rollout, size: int) -> Tensor:
+def last_logprob(policy: Passes, rollout: Rollout, size: int) -> Tensor:
     """Compute the log-prob [B] of the token ``self_score_id`` behind every answer, nats."""
     scores = []
     for part, counts in policy.row_chunks(len(rollout), size):
@@ -49,7 +49,7 @@ def last_logprob(policy: VLM, rollout: Rollout, size: int) -> Tensor:
     return torch.cat(scores).to(rollout.logprob)
 
 
-def token_id(policy: VLM, text: str) -> int:
+def token_id(policy: Passes, text: str) -> int:
     """Look up the token by which the policy scores itself. UserError where there is none, or it is
     never written."""
     tokens = policy.inputs.tokens(text)
@@ -63,7 +63,7 @@ def token_id(policy: VLM, text: str) -> int:
 
 
 @contextmanager
-def _warped(policy: VLM, warp: Warp) -> Iterator[None]:
+def _warped(policy: Passes, warp: Warp) -> Iterator[None]:
     before = policy.warp
     policy.warp = warp
     try:
@@ -72,7 +72,7 @@ def _warped(policy: VLM, warp: Warp) -> Iterator[None]:
         policy.warp = before
 
 
-def with_self_scores(policy: VLM, rollout: Rollout, size: int) -> Rollout:
+def with_self_scores(policy: Passes, rollout: Rollout, size: int) -> Rollout:
     """Record what the options ``record_question_gain`` and ``self_score`` ask for."""
     order = rollout.tokens
     if policy.record_question_gain:

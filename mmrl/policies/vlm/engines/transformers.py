@@ -3,9 +3,7 @@ comparison."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmrl.policies.vlm.generate import Answers, Ending, blank, draw
-from mmrl.policies.vlm.positions import following_the_prompt
 from samplers.noise import Rng
 from samplers.warp import Warp
 
@@ -75,45 +72,3 @@ class _Recorder:
     def ended(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Tell which rows have ended, [B] bool, as the stopping criterion."""
         return F.pad(~self.going, (0, len(input_ids) - len(self.going)), value=True)
-
-
-def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -> None:
-    """Call ``generate`` once, with none of the checkpoint's own sampling options."""
-    from transformers import (
-        GenerationConfig,
-        GenerationMixin,
-        LogitsProcessorList,
-        StoppingCriteriaList,
-    )
-
-    config = GenerationConfig(
-        max_new_tokens=recorder.ending.tokens,
-        do_sample=False,
-        pad_token_id=recorder.ending.pad,
-        use_cache=True,
-    )
-    # a class's own may take a logits processor by name and drop it (Janus)
-    of_class = type(hf).generate
-    by_name = "logits_processor" in inspect.signature(of_class).parameters
-    generate = GenerationMixin.generate if by_name else of_class
-    with _without_own_options(hf, config), following_the_prompt(hf):
-        generate(
-            hf,
-            **inputs,
-            generation_config=config,
-            logits_processor=LogitsProcessorList([recorder]),
-            synced_gpus=synced,
-            stopping_criteria=StoppingCriteriaList([recorder.ended]),
-        )
-
-
-@contextmanager
-def _without_own_options(hf: Any, config: Any) -> Any:
-    """Remove the checkpoint's generation options within the block; they would fill what ``config``
-    leaves open."""
-    before = hf.generation_config
-    hf.generation_config = config
-    try:
-        yield
-    finally:
-        hf.generation_config = before

@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from mmrl.core.registry import KERNELS, POLICIES, WINDOWS
 from mmrl.core.types import Kernel
-from mmrl.policies.diffusion.flow_policy import Window
+from mmrl.policies.diffusion.flow_passes import Window
 from mmrl.zoo.models.diffusion.stable_diffusion import SD
 from samplers.kernels import consistency
 from samplers.windows import all_but_last
