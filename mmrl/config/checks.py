@@ -203,7 +203,8 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
         still = policy.options.get("noise_level") == 0 or (
             isinstance(kernel, Resolved) and kernel.entry.__name__ == "ode"
         )
-        if getattr(built or objective.entry, "visits", False) and still:
+        known: Any = built or objective.entry
+        if known.visits and still:
             yield objective.place.say(f"the objective {objective.entry.__name__} {NOISELESS}")
 
 

@@ -62,7 +62,7 @@ def unfit_for_preferences(
     can = getattr(policy, "capabilities", None)
     if can is not None and not Demonstrates.kept_by(policy):
         yield "train.preferences: this policy takes no answers of others: it has no demonstrate"
-    if not getattr(objective, "offline", False):
+    if not objective.offline:
         yield (
             "train.preferences: the objective learns from what the policy samples itself; choose "
             "one that compares finished answers, such as dpo, ipo, simpo, kto, real or, for flow "
@@ -71,14 +71,14 @@ def unfit_for_preferences(
     elif (
         can is not None
         and can.decisions == "gaussian"
-        and getattr(objective, "reads", "sample") != "sample"
+        and objective.reads != "sample"
         and getattr(objective, "num_noise_draws", 1) is None
     ):
         yield (
             "train.preferences: nobody knows the sampler's path to a picture that was made "
             "elsewhere: set the objective's num_noise_draws, or choose diffusion_dpo"
         )
-    if preferences.label is not None and not getattr(objective, "unpaired", False):
+    if preferences.label is not None and not objective.unpaired:
         yield (
             "train.preferences.label: the objective compares two answers to a prompt; choose kto, "
             "or give pairs"

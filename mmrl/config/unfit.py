@@ -78,12 +78,12 @@ def unfit_for_data(train: TrainOptions, objective: Any, policy: Any) -> Iterator
     or from preferences, or where answers take several iterations; ``policy``: an object or a
     class."""
     yield from unfit_for_parts(train, objective)
-    if getattr(objective, "sums_kinds", False) and train.loss_agg_mode != "token_mean":
+    if objective.sums_kinds and train.loss_agg_mode != "token_mean":
         yield (
             f"train.loss_agg_mode: {train.loss_agg_mode}, but the objective sums two losses, each "
             f"a mean over its own points: leave it token_mean"
         )
-    if getattr(objective, "supervised", False):
+    if objective.supervised:
         yield from unfit_for_sft(train)
         if train.preferences is not None:
             yield "train.preferences: sft learns one answer by heart: choose dpo, or leave it out"
@@ -96,10 +96,9 @@ def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
     """Say why answers of others cannot be trained on: of a picture or a video nobody knows the
     path, so that only losses of finished samples learn from one; None if they can."""
     can = capabilities_of(policy)
-    if getattr(objective, "imitates", False):
+    if objective.imitates:
         return None  # it learns from the finished picture
-    reads = getattr(objective, "reads", "sample")
-    if can is None or can.decisions != "gaussian" or reads == "sample":
+    if can is None or can.decisions != "gaussian" or objective.reads == "sample":
         return None
     return next(effects.pathless(train), None)
 
@@ -113,7 +112,7 @@ def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[s
             f"train.reward_gradients: it weighs several rewards against each other, and there "
             f"is {trained} with a weight; add one, or leave it out"
         )
-    if getattr(objective, "differentiates", False):
+    if objective is not None and objective.differentiates:
         yield (
             "train.reward_gradients: the objective follows the gradient of the rewards itself; "
             "leave it out"
@@ -125,7 +124,7 @@ def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[s
 def renamed_rows(train: TrainOptions, objective: Any) -> Iterator[str]:
     """Say what gives rows other names, by which an objective that follows the reward's gradient
     draws the noise of their paths again."""
-    if getattr(objective, "differentiates", False):
+    if objective is not None and objective.differentiates:
         yield from effects.renaming(train)
 
 
@@ -152,8 +151,7 @@ def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
     if train.partial_rollout is None:
         return
     yield from effects.unsuited_to_parts(train)
-    visits = getattr(objective, "visits", False)
-    if visits and not getattr(objective, "corrects", False):
+    if objective.visits and not objective.corrects:
         yield (
             "train.partial_rollout: tokens of older weights need a correction: set "
             "objective.policy_gradient.importance_sampling, such as {mode: truncate, cap: 2.0}"

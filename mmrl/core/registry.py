@@ -304,6 +304,12 @@ def _taken(entry: Plugin) -> str:
         return "no parameters that can be read"
 
 
+def _not_derived(objective: Plugin) -> str:
+    """Say that a class with the methods of an objective declares none of what checks ask for."""
+    declares = hasattr(objective, "supervised")
+    return "" if declares else "it does not derive from mmrl.objectives.Objective, as it must"
+
+
 def _asked_elsewhere(stage: Plugin) -> str:
     """Say which option of ``train`` asks for a stage, so that ``train.stages`` does not."""
     option = getattr(stage, "option", "")
@@ -401,7 +407,7 @@ def look_in(folder: Path) -> None:
 
 
 POLICIES = Registry("policy", group="mmrl.policies", has=("rollout", "decode"))
-OBJECTIVES = Registry("objective", has=("reads", "loss"))
+OBJECTIVES = Registry("objective", has=("reads", "loss"), refuses=_not_derived)
 ADVANTAGES = Registry("advantage", takes=("rewards", "rollout"))
 REWARDS = Registry("reward", takes=("media", "prompts"), least=1)
 DATA = Registry("data source", group="mmrl.data")

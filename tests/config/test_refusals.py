@@ -18,7 +18,7 @@ from mmrl.apps.dry_run import hollow
 from mmrl.apps.ray.rollouts import misfits
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.registry import POLICIES, load_built_in, options
+from mmrl.core.registry import OBJECTIVES, POLICIES, load_built_in, options
 from mmrl.experiment import changes
 
 TABLE = Path(__file__).with_name("refusals.txt")
@@ -181,6 +181,12 @@ def test_a_dry_run_leaves_out_what_it_did():
 
 def test_a_resume_may_change_what_it_might():
     assert list(resumed()) == known()["resume"]
+
+
+def test_an_objective_that_declares_nothing_is_refused():
+    mine = type("Mine", (), {"reads": "path", "loss": lambda self, policy, point: None})
+    assert "derive from mmrl.objectives.Objective" in OBJECTIVES.unfit(mine)
+    assert not any(OBJECTIVES.unfit(entry) for entry in OBJECTIVES.values())
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def _uncorrected(objective: Any) -> Iterator[str]:
     """Say why an objective cannot learn from samples of older weights."""
     if objective.differentiates:
         yield "ray.staleness: the objective follows gradients through its own samples: set it to 0"
-    if objective.visits and not getattr(objective, "corrects", False):
+    if objective.visits and not objective.corrects:
         yield (
             "ray.staleness: samples of older weights need a correction: set "
             "objective.policy_gradient.importance_sampling, such as {mode: truncate, cap: 2.0}, or "
