@@ -44,6 +44,7 @@ from mmrl.data.prompts import development_and_test
 from mmrl.data.sources.stored import stored
 from mmrl.experiment import checkpoint
 from mmrl.monitoring.trackers import check_installed
+from mmrl.objectives.contracts import ChecksRows
 from mmrl.policies import adapter_files
 from mmrl.policies.diffusion import lora_files, lora_merging, single_file
 from mmrl.policies.diffusion.context_parallel import unsupported
@@ -149,7 +150,8 @@ class Session:
         rows = self.source.train
         if objective.supervised:
             rows = [*rows, *self.source.held_out]
-        objective.check(self.policy, rows)
+        if isinstance(objective, ChecksRows):
+            objective.check(self.policy, rows)
         if self.options.preferences is not None:
             train = self._compared(self.options.preferences)
         return Trainer(

@@ -22,6 +22,7 @@ from mmrl.core.sharding import like
 from mmrl.core.weights import LIVE, block, reshard
 from mmrl.data.base import Curriculum
 from mmrl.experiment.checkpoint import Arrays, Tensors
+from mmrl.objectives.contracts import Stateful
 from mmrl.train.trainer import Trainer
 from mmrl.train.update import Update
 
@@ -47,7 +48,8 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
             arrays["head-critic"], meta["critic"]["head"] = critic.head_state()
     if hasattr(trainer.scorer, "state_dict"):
         meta["rewards"] = trainer.scorer.state_dict()
-    meta["objective"] = trainer.objective.state_dict()
+    objective = trainer.objective
+    meta["objective"] = objective.state_dict() if isinstance(objective, Stateful) else {}
     meta["policy"] = trainer.policy.state_dict()
     if trainer.pass_rows is not None:
         meta["pass_rows"] = trainer.pass_rows
@@ -82,7 +84,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     if hasattr(trainer.scorer, "load_state_dict"):
         trainer.scorer.load_state_dict(meta.get("rewards", {}))
     trainer.policy.load_state_dict(meta.get("policy", {}))
-    if "objective" in meta:
+    if "objective" in meta and isinstance(trainer.objective, Stateful):
         trainer.objective.load_state_dict(meta["objective"])
     if trainer.reward_weights is not None:
         trainer.reward_weights.load_state_dict(meta.get("reward_weights", {}))

@@ -5,22 +5,20 @@ A loss is elementwise, [B, L]. Masks, means over the global batch, micro-batches
 accumulation are the trainer's business alone, so that none of them changes the gradient.
 """
 
-# ruff: noqa: B027 - what a subclass may leave as it is stays empty on purpose
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmrl.core.added_options import keep_constructor
 from mmrl.core.distributions import Dist
-from mmrl.core.types import Fields, Media, Point, Prompt, Rewards, Rollout
-from mmrl.core.weights import Weights
+from mmrl.core.types import Fields, Media, Point, Prompt, Rollout
 from mmrl.policies.base import Policy, Reads
 from samplers.noise import Rng
 
@@ -91,95 +89,6 @@ class Objective(ABC):
     def extra_terms(self) -> str:
         """Name an option whose term has a gradient whatever the advantage is; "": none is set."""
         return ""
-
-    def weigh(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
-        """Look at what an optimizer step trains on, before its points are made: the mask [B, L] of
-        every point, and whether it is re-noised. Called alike on all processes."""
-
-    # Losses of a row that depend on other points of the step.
-
-    def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
-        """Say which points must share an optimizer step: all of a row, or of a group; "": any may.
-
-        Then ``measure`` is evaluated without gradient on every pass of the step, and ``couple``
-        sees all of this process's points at once. So micro-batches still change nothing.
-        """
-        return ""
-
-    def measure(self, policy: Policy, point: Point) -> Tensor:
-        """Return [B, L]: what ``couple`` has to know of every row."""
-        return torch.zeros_like(point.mask, dtype=torch.float32)
-
-    def couple(self, point: Point, measured: Tensor) -> Point:
-        """Return all points of the step, with what ``loss`` must know of the others in
-        ``coupling``.
-
-        ``measured`` [B, L] is in the same order. Collective calls are allowed: a process without
-        rows gets its idle points, of which nothing is kept, so that ``loss`` may see a point
-        without a ``coupling``.
-        """
-        return point
-
-    # What happens around the update.
-
-    def meet(self, policy: Policy) -> None:
-        """Look at the policy before the first iteration; load what is needed beside it. Raises
-        UserError where something does not fit it."""
-
-    def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
-        """Raise UserError, with file and line, if a row lacks what the objective reads of it."""
-
-    def stand_in(self, policy: Policy) -> None:
-        """Take the policy for what ``meet`` would load, as a dry run does, which only counts."""
-
-    def critic(self) -> Critic | None:
-        """Return what learns beside the policy in a snapshot; None: nothing does."""
-        return None
-
-    def attach(self, reward: Differentiable) -> None:
-        """Take the weighted sum of the rewards, with gradient, if ``differentiates``."""
-
-    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
-        """Prepare iteration ``iteration`` (from 0): update snapshots, choose
-        ``behavior_policy``.
-
-        ``rng`` belongs to the iteration and is the same on all processes, so that nothing but the
-        snapshots need be saved. Called twice for one iteration it does nothing more.
-        """
-
-    def restarts(self, iteration: int) -> bool:
-        """Tell whether the optimizer forgets its state before the steps of iteration
-        ``iteration``, as its target has moved."""
-        return False
-
-    def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
-        """Return the rewards as they are compared, such as less the KL of every sample.
-
-        Called under the weights that sampled, without gradient; all processes have equally many
-        rows.
-        """
-        return rewards
-
-    def start_epoch(self, epoch: int | None) -> None:
-        """Begin an epoch over a rollout, counted from 0; None: there is but one."""
-
-    def old_decay(self, step: int) -> float:
-        """Return the share of the snapshot "old" that an iteration ending at optimizer step
-        ``step`` keeps.
-
-        old = decay * old + (1 - decay) * live; 0 copies the live weights.
-        """
-        return 0.0
-
-    def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Learn from what was logged of iteration ``iteration`` (from 0); may add to it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what ``adapt`` has learnt, plain data fit for JSON."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
 
 
 @dataclass(frozen=True)

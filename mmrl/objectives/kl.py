@@ -17,7 +17,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.numbers import Count
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.core.weights import Weights
-from mmrl.objectives.base import Objective, frozen
+from mmrl.objectives.base import frozen
+from mmrl.objectives.contracts import MovesSnapshots, Stateful
 from mmrl.objectives.surrogates import row_sum
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -411,7 +412,7 @@ class KLTerm:
         self.reference.load_state_dict(state)
 
 
-class Regularised(Objective):
+class Regularised(MovesSnapshots, Stateful):
     """Holds an objective with a KL term, whose state it keeps."""
 
     term: KLTerm

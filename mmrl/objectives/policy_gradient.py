@@ -15,6 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Point, Rollout, Surrogate
+from mmrl.objectives.contracts import Couples
 from mmrl.objectives.decisions import WHOLE, TokenWeights, one_pass
 from mmrl.objectives.policy_loss import PolicyLoss
 from mmrl.objectives.surrogates import Width, ppo
@@ -26,7 +27,7 @@ from samplers.noise import Rng
 
 
 @OBJECTIVES.register("policy_gradient")
-class PolicyGradient(Composed):
+class PolicyGradient(Composed, Couples):
     """Follow the policy gradient on any decisions: GRPO, Flow-GRPO, DanceGRPO, DAPO, GSPO ...
 
     surrogate: the loss of ratio and advantage, one a paper. clip_range: of its ratio, one number or

@@ -21,7 +21,7 @@ from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Prompt, Renoised, Rollout
-from mmrl.objectives.base import Objective
+from mmrl.objectives.contracts import ChecksRows
 from mmrl.objectives.forward_process import mean_square, noised, velocity
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
 from mmrl.policies.base import Policy
@@ -36,7 +36,7 @@ SHOWN = 5  # broken rows in a message
 LEAST = 1e-3  # smallest share of hidden tokens under the bound, LLaDA's: the weight is at most 1000
 
 
-class Supervised(Objective):
+class Supervised(ChecksRows):
     """Learns from answers that the data hold: nothing is sampled, rewarded or compared."""
 
     supervised: ClassVar[bool] = True

@@ -13,6 +13,7 @@ from mmrl.core.types import Prompt
 from mmrl.data.base import Curriculum
 from mmrl.data.by_size import BySize
 from mmrl.objectives.base import Objective
+from mmrl.objectives.contracts import undeclared
 from mmrl.policies.base import Policy
 
 
@@ -38,7 +39,11 @@ def one_size(prompts: Sequence[Prompt], options: TrainOptions) -> None:
 def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
     """Raise UserError if the objective is for another kind of model, or needs a snapshot that the
     run does not keep."""
-    if why := unsuited(type(objective), policy) or without_average(objective.snapshots, options):
+    if why := (
+        undeclared(objective)
+        or unsuited(type(objective), policy)
+        or without_average(objective.snapshots, options)
+    ):
         raise UserError(why)
     if renamed := list(renamed_rows(options, objective)):
         raise UserError(renamed[0])

@@ -15,6 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Objective
+from mmrl.objectives.contracts import Couples, WeighsPoints
 from mmrl.policies.base import Policy
 from mmrl.policies.contracts import FillsIdleRows
 from mmrl.train import minibatches
@@ -32,7 +33,7 @@ class Passes:
         self.options = options
         self.plan = plan
         whole_steps = options.train_batch_size % options.group_size == 0
-        self.coupled = objective.couples(policy)
+        self.coupled = objective.couples(policy) if isinstance(objective, Couples) else ""
         if self.coupled == "groups" and not whole_steps:
             raise UserError(
                 f"train.train_batch_size {options.train_batch_size}: this objective compares whole "
@@ -57,7 +58,8 @@ class Passes:
             points = Points(partial(iter, list(make())))
         else:
             points = Points(make)
-        self.objective.weigh([(part.mask, part.renoised) for part in points.outline])
+        if isinstance(self.objective, WeighsPoints):
+            self.objective.weigh([(part.mask, part.renoised) for part in points.outline])
         return points
 
     def most_rows(self) -> int:
@@ -112,6 +114,7 @@ class Passes:
     @torch.no_grad()
     def couple(self, batch: Batch, passes: list[Point], idle: list[Point]) -> list[Point]:
         """Let an objective see all rows of the step before its elementwise loss."""
+        assert isinstance(self.objective, Couples)
         device = batch.idle_row.group.device
         measured = [
             self.objective.measure(self.policy, point.map(lambda tensor: sent(tensor, device)))

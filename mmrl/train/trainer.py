@@ -26,6 +26,14 @@ from mmrl.core.types import Advantage, Copies, Media, Prompt, Rewards, Rollout, 
 from mmrl.data.base import Curriculum
 from mmrl.data.base import batch as batch_of_prompts
 from mmrl.objectives.base import Objective
+from mmrl.objectives.contracts import (
+    FollowsReward,
+    HasCritic,
+    HasTeacher,
+    MovesSnapshots,
+    ShapesRewards,
+    Stateful,
+)
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.policies.contracts import Measures, MeasuresPasses
 from mmrl.rollout import collect
@@ -98,11 +106,13 @@ class Trainer:
         for name in self.snapshots():
             policy.weights.keep(name)
         checks.suits(objective, policy, options)
-        objective.meet(policy)
+        if isinstance(objective, HasTeacher):
+            objective.meet(policy)
         checks.whole_questions(prompts, self.plan.prompts_per_process)
         checks.one_size(prompts, options)
-        if objective.differentiates and hasattr(scorer, "differentiable"):
-            objective.attach(scorer.differentiable)
+        differentiable = getattr(scorer, "differentiable", None)
+        if isinstance(objective, FollowsReward) and objective.differentiates and differentiable:
+            objective.attach(differentiable)
         rewards = getattr(scorer, "rewards", {})
         self.stages = stages_of(
             Setup(options, policy, prompts, rewards, self._behavior, self._score)
@@ -116,10 +126,12 @@ class Trainer:
             self.reward_weights.suits(objective, policy, self.device.scales_loss)
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
         self.critic: SnapshotUpdate | None = None  # what learns beside the policy
-        if critic := objective.critic():
+        if isinstance(objective, HasCritic):
             from mmrl.train.critic import SnapshotUpdate
 
-            self.critic = SnapshotUpdate(critic, policy, optimizer, options, self.device)
+            self.critic = SnapshotUpdate(
+                objective.critic(), policy, optimizer, options, self.device
+            )
             self.update.learner = self.critic
 
     def snapshots(self) -> tuple[str, ...]:
@@ -146,7 +158,8 @@ class Trainer:
         metrics["forwards"] = self.policy.forwards - forwards
         metrics["decisions"] = int(batch.rollout.mask.sum())
         metrics |= self._measured()
-        self.objective.adapt(batch.iteration, metrics)
+        if isinstance(self.objective, Stateful):
+            self.objective.adapt(batch.iteration, metrics)
         return metrics
 
     def _measured(self) -> dict[str, float]:
@@ -179,7 +192,8 @@ class Trainer:
         first = self.device.rank * self.plan.prompts_per_process
         prompts, sizes = self.next_prompts()
         local = slice(first, first + self.plan.prompts_per_process)
-        self.objective.revisit(self.policy.weights, self.iteration, self._rng("checkpoints"))
+        if isinstance(self.objective, MovesSnapshots):
+            self.objective.revisit(self.policy.weights, self.iteration, self._rng("checkpoints"))
         for stage in self.stages:
             stage.begin(self.iteration)
         rng = Rng(self._rng("rollout").key).after(sizes, first)
@@ -198,7 +212,9 @@ class Trainer:
             metrics |= counts
         grows = any(stage.grows for stage in self.stages)
         group_sizes = sizes_of_all(drawn.rollout) if grows else per_prompt(sizes, len(prompts))
-        rewards = self.objective.shaped(self.policy, drawn.rollout, drawn.rewards)
+        rewards = drawn.rewards
+        if isinstance(self.objective, ShapesRewards):
+            rewards = self.objective.shaped(self.policy, drawn.rollout, rewards)
         comparable = shaped_moments(drawn.rollout, drawn.rewards, rewards)
         drawn_shaped = replace(drawn, rollout=comparable)
         batch = Batch(

@@ -24,6 +24,7 @@ from mmrl.core.distributed import StopAll
 from mmrl.core.metrics import Meter, Stopwatch, observe
 from mmrl.core.types import Rollout
 from mmrl.objectives.base import Objective
+from mmrl.objectives.contracts import CountsEpochs, MovesSnapshots, TracksOld
 from mmrl.policies.base import Policy
 from mmrl.train import logprob_gate, minibatches
 from mmrl.train.batch import Batch
@@ -70,13 +71,15 @@ class Update:
         metrics."""
         meter = Meter()
         skipped = 0
-        if self.objective.restarts(batch.iteration):
+        objective = self.objective
+        if isinstance(objective, MovesSnapshots) and objective.restarts(batch.iteration):
             self.optimizer.state.clear()
         with meter.listening():
             batch = self.recompute_old_logprob(batch, meter)
             with self.clock.time("update"):
                 for epoch in range(self.options.epochs):
-                    self.objective.start_epoch(epoch if self.options.epochs > 1 else None)
+                    if isinstance(objective, CountsEpochs):
+                        objective.start_epoch(epoch if self.options.epochs > 1 else None)
                     rng = self._rng(batch, epoch)
                     parts = self.passes.steps(batch.rollout, batch.group_sizes, rng)
                     # free each part before the next is taken out of the rollout
@@ -84,7 +87,8 @@ class Update:
                         first = epoch == index == 0 and self.objective.behavior_policy == "live"
                         skipped += self._steps(batch, next(parts), rng.fold(index), first, meter)
         if "old" in self.policy.weights.saved:
-            self.policy.weights.track("old", self.objective.old_decay(self.step))
+            decay = objective.old_decay(self.step) if isinstance(objective, TracksOld) else 0.0
+            self.policy.weights.track("old", decay)
         return self._metrics(meter) | {"skipped_steps": skipped}
 
     def gradient(self, batch: Batch, rollout: Rollout) -> list[Tensor]:

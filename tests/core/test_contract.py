@@ -23,7 +23,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import ALL, DATA, GRIDS, KERNELS, OBJECTIVES, OPTIMIZERS, WINDOWS, describe
 from mmrl.core.types import Point
-from mmrl.objectives import Objective
+from mmrl.objectives import Objective, PolicyGradient
+from mmrl.objectives.contracts import CONTRACTS, undeclared
 from mmrl.zoo.objectives import Distill
 from mmrl.zoo.objectives.distillation import Teacher
 from samplers.noise import Rng
@@ -463,6 +464,20 @@ def another(family: str) -> Any:
 @pytest.fixture(params=OBJECTIVES)
 def objective(request):
     return made("objectives", request.param)
+
+
+def test_an_objective_has_no_method_that_nobody_calls(objective):
+    assert undeclared(objective) is None
+
+
+def test_a_method_that_nobody_would_call_is_refused():
+    class Counting(PolicyGradient):
+        def start_epoch(self, epoch):
+            pass
+
+    assert "has start_epoch, which nobody calls: derive it from" in undeclared(Counting())
+    kept = [kind for kind in CONTRACTS if any(issubclass(o, kind) for o in OBJECTIVES.values())]
+    assert kept == list(CONTRACTS)
 
 
 def test_an_objective_names_its_weights(objective):

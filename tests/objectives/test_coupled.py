@@ -8,7 +8,8 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.objectives import Objective, frozen
+from mmrl.objectives import frozen
+from mmrl.objectives.contracts import Couples, TracksOld
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import batches
 from mmrl.train.optimizers import adamw
@@ -18,10 +19,13 @@ from tests.fixtures import toys
 from tests.train.test_trainer import rows
 
 
-class GroupWeighted(Objective):
+class GroupWeighted(Couples, TracksOld):
     """Every row's denoising error, weighted by a number that depends on its whole group."""
 
     snapshots = ("ref",)
+
+    def old_decay(self, step):
+        return 0.0
 
     def points(self, policy, rollout, rng):
         return policy.renoise(rollout, rng, shared=True)

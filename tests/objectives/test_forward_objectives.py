@@ -269,7 +269,6 @@ def test_nfts_old_weights_follow_as_published():
     decays = {0: [0, 0, 0], 1: [0, 0.1, 0.5], 2: [0, 0.1875, 0.999]}
     for kind, expected in decays.items():
         objective = NFT(decay=kind)
-        assert not objective.couples(None)
         assert [objective.old_decay(step) for step in (0, 100, 1000)] == pytest.approx(expected)
 
 

@@ -23,6 +23,7 @@ from mmrl.core.registry import OBJECTIVES, POLICIES
 from mmrl.core.registry import options as options_of
 from mmrl.data.ledger import refuse_broken
 from mmrl.experiment.build import check_trackers, compares, read, read_data, supervised
+from mmrl.objectives.contracts import HasCritic
 from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion import prompt_lengths
 from mmrl.policies.diffusion.flow_plan import planned
@@ -154,7 +155,7 @@ def _sampled(report: Report, policy: FlowPolicy) -> Report:
     objective = report.configuration.build("objective", OBJECTIVES)
     context = RolloutContext(reads=objective.states_read())
     states = len(planned(policy, report.train.group_size, FIXED, context).stored)
-    critic = objective.critic()
+    critic = objective.critic() if isinstance(objective, HasCritic) else None
     stored = (
         report.plan.rows_per_process * states * math.prod(shape) * policy.trajectory_dtype.itemsize
     )

@@ -25,6 +25,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
 from mmrl.core.types import Media, Prompt, Query, Rollout
 from mmrl.core.weights import Weights
+from mmrl.objectives.contracts import HasTeacher
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
@@ -138,7 +139,8 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     sampling and a network of one number."""
     objective = configuration.build("objective", OBJECTIVES)
     policy = _shrunk(policy)
-    objective.stand_in(policy)
+    if isinstance(objective, HasTeacher):
+        objective.stand_in(policy)
     prompts: list[Prompt] = [{"text": str(i)} for i in range(options.prompts_per_iteration)]
     if objective.supervised:  # its answers are encoded outside of the network
         prompts = [{**prompt, objective.field: torch.zeros(3, 1, 1)} for prompt in prompts]

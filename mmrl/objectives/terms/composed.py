@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmrl.core.types import Rewards, Rollout
 from mmrl.core.weights import Weights
-from mmrl.objectives.base import Objective
+from mmrl.objectives.contracts import MovesSnapshots, ShapesRewards, Stateful, WeighsPoints
 from mmrl.objectives.terms.base import Term
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -18,7 +18,7 @@ from samplers.noise import Rng
 T = TypeVar("T", bound=Term)
 
 
-class Composed(Objective):
+class Composed(MovesSnapshots, ShapesRewards, WeighsPoints, Stateful):
     """Holds an objective with terms, whose fields are options of its constructor (``**options``)
     and whose state it keeps."""
 

@@ -18,8 +18,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import KERNELS
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Kernel, Query, Transition, tree_map
-from mmrl.policies.base import LogprobGuidance, rows_of, without_empty
-from mmrl.policies.contracts import Branches, FollowsProcess
+from mmrl.policies.base import LogprobGuidance, Policy, rows_of, without_empty
 from mmrl.policies.diffusion.row_settings import GUIDANCE
 from mmrl.policies.diffusion.trees import Tree
 from samplers import tables
@@ -34,7 +33,7 @@ FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
 Window = Callable[[int, int, Rng], Tensor]
 
 
-class FlowPasses(FollowsProcess, Branches):
+class FlowPasses(Policy):
     """Runs the network of a flow at states of its paths, with guidance, and makes Gaussian steps of
     what it gives."""
 

@@ -50,7 +50,14 @@ from mmrl.policies.base import (
     without_empty,
 )
 from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.contracts import MeasuresPasses, NamesSpaces, Replays, Trial
+from mmrl.policies.contracts import (
+    Branches,
+    FollowsProcess,
+    MeasuresPasses,
+    NamesSpaces,
+    Replays,
+    Trial,
+)
 from mmrl.policies.demonstrations import placed_rows, sourced
 from mmrl.policies.diffusion import trials
 from mmrl.policies.diffusion.first_look import check_conditions, check_independence
@@ -71,7 +78,7 @@ Solver = Callable[[Process], Step]
 Storage = Literal["float32", "bfloat16", "float16"]
 
 
-class FlowPolicy(FlowPasses, Replays, MeasuresPasses, NamesSpaces):
+class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, NamesSpaces):
     """Samples and scores paths of a flow or diffusion model, whose decisions are Gaussian steps.
 
     steps: forward passes per sample. evaluation_steps: those of a sample in evaluation, which has

@@ -16,6 +16,7 @@ from mmrl.core.numbers import Draws, Steps
 from mmrl.core.registry import GRIDS, LATER, OBJECTIVES, POLICIES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Differentiable
+from mmrl.objectives.contracts import FollowsReward, HasTeacher, TracksOld
 from mmrl.objectives.forward_process import mean_square, noised
 from mmrl.objectives.supervised import SFT
 from mmrl.policies.base import Policy
@@ -30,7 +31,7 @@ Grid = Callable[[int], Tensor]
 
 @OBJECTIVES.register("consistency")
 @dataclass
-class Consistency(SFT):
+class Consistency(SFT, HasTeacher, FollowsReward, TracksOld):
     """Learn to jump from any time to the data, along a many-step teacher's ODE (LCM).
 
     Song et al. 2023, "Consistency models", algorithm 2; Luo et al. 2023, "Latent consistency

@@ -17,6 +17,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import LATER, OBJECTIVES, POLICIES
 from mmrl.core.types import Point
+from mmrl.objectives.contracts import HasTeacher
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.policies.base import Policy
 from mmrl.policies.teaching import misfits, signature
@@ -42,7 +43,7 @@ class Teacher:
 
 
 @OBJECTIVES.register("distill")
-class Distill(PolicyGradient):
+class Distill(PolicyGradient, HasTeacher):
     """Move toward frozen teachers at the policy's own samples: on-policy distillation.
 
     The loss of every decision is weight times the sum over teachers of their weights times the

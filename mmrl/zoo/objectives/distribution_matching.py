@@ -20,6 +20,7 @@ from mmrl.core.registry import LATER, OBJECTIVES, POLICIES
 from mmrl.core.types import Fields, Point, Prompt, Rollout, SamplerState, Transition
 from mmrl.core.weights import LIVE
 from mmrl.objectives.base import Critic, Head, Objective
+from mmrl.objectives.contracts import ChecksRows, HasCritic, HasTeacher
 from mmrl.objectives.decisions import WHOLE
 from mmrl.objectives.forward_process import mean_square, velocity
 from mmrl.objectives.policy_gradient import PolicyGradient
@@ -62,7 +63,7 @@ Range = tuple[float, float]
 
 
 @OBJECTIVES.register("dmd")
-class DistributionMatching(PolicyGradient):
+class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
     """Match a many-step teacher's distribution by a student of few steps (DMD, as DMD2 has it).
 
     Yin et al. 2024, "One-step diffusion with distribution matching distillation", eq. 7 and 8, and

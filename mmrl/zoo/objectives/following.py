@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mmrl.core.weights import Weights
-from mmrl.objectives.base import Objective
+from mmrl.objectives.contracts import MovesSnapshots, Stateful
 from mmrl.objectives.kl import Reference
 from samplers.noise import Rng
 
 
-class Following(Objective):
+class Following(MovesSnapshots, Stateful):
     """Has a reference, which starts anew and is saved with the run."""
 
     reference: Reference

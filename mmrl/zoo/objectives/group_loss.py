@@ -26,6 +26,7 @@ from mmrl.core.numbers import Draws
 from mmrl.core.registry import TIMES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Tangent, frozen
+from mmrl.objectives.contracts import Couples
 from mmrl.objectives.forward_process import error, noised
 from mmrl.objectives.kl import Reference, Refresh
 from mmrl.objectives.surrogates import row_sum
@@ -91,7 +92,7 @@ class Samples:
     groups: Groups
 
 
-class GroupLoss(Following):
+class GroupLoss(Following, Couples):
     """``of_group``: [R] whose mean over the rows is the loss."""
 
     offline = True

@@ -14,6 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS, OBJECTIVES, SURROGATES
 from mmrl.core.types import Point, Rollout, Surrogate
 from mmrl.objectives.base import frozen
+from mmrl.objectives.contracts import CountsEpochs
 from mmrl.objectives.decisions import WHOLE
 from mmrl.objectives.kl import KL
 from mmrl.objectives.policy_gradient import PolicyGradient
@@ -27,7 +28,7 @@ from samplers.noise import Rng
 
 
 @OBJECTIVES.register("masked")
-class Masked(PolicyGradient):
+class Masked(PolicyGradient, CountsEpochs):
     """Follow the policy gradient of masked diffusion: exact, MaskGRPO, UniGRPO, d1, TraceRL ...
 
     estimator: the states that are scored, and with what weights. surrogate: the loss of ratio and

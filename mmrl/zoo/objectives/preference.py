@@ -18,7 +18,8 @@ from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
 from mmrl.core.weights import Weights
-from mmrl.objectives.base import Linearised, Objective, frozen, slope_of
+from mmrl.objectives.base import Linearised, frozen, slope_of
+from mmrl.objectives.contracts import Couples, MovesSnapshots
 from mmrl.objectives.forward_process import comparisons, error, noised, positive, summed
 from mmrl.objectives.kl import Reference, Refresh
 from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
@@ -27,7 +28,7 @@ from mmrl.zoo.objectives.following import Following
 from samplers.noise import Rng
 
 
-class _Following(Following):
+class _Following(Following, Couples):
     """Holds the reference that pairs are relative to, which may follow the policy."""
 
     refresh: Refresh | None
@@ -174,7 +175,7 @@ class D3PO(_Following):
 
 @OBJECTIVES.register("seppo")
 @dataclass
-class SePPO(Objective):
+class SePPO(MovesSnapshots, Couples):
     """Compare the best sample with another of an earlier checkpoint, which may count as good
     (SePPO).
 

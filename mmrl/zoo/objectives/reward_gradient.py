@@ -17,7 +17,8 @@ from mmrl.core.metrics import observe
 from mmrl.core.numbers import Count
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import LatentPath, Point, Rollout, Transition, WholePath
-from mmrl.objectives.base import Differentiable, Objective, frozen
+from mmrl.objectives.base import Differentiable, frozen
+from mmrl.objectives.contracts import FollowsReward
 from mmrl.policies.base import Policy
 from mmrl.policies.contracts import FollowsProcess
 from samplers.noise import Rng
@@ -34,7 +35,7 @@ DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @OBJECTIVES.register("draft")
 @dataclass
-class Draft(Objective):
+class Draft(FollowsReward):
     """Climb a differentiable reward through the sampler's last ``last`` steps (DRaFT, ROCM).
 
     Clark et al. 2024, "Directly Fine-Tuning Diffusion Models on Differentiable Rewards" (DRaFT-K;
@@ -101,7 +102,7 @@ class Draft(Objective):
 
 @OBJECTIVES.register("adjoint_matching")
 @dataclass
-class AdjointMatching(Objective):
+class AdjointMatching(FollowsReward):
     """Regress each step's change on the reward's gradient, carried back by the base (Adjoint
     Matching).
 

@@ -16,6 +16,7 @@ from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Fields, Point, Rollout
 from mmrl.objectives.base import frozen
+from mmrl.objectives.contracts import Couples, TracksOld
 from mmrl.objectives.forward_process import (
     comparisons,
     mean_absolute,
@@ -43,7 +44,7 @@ class Centred(Fields):
 
 @OBJECTIVES.register("crd")
 @dataclass
-class CRD(Regularised):
+class CRD(Regularised, Couples, TracksOld):
     """Fit the model's implicit reward, centred over a group, to the reward, centred alike (CRD).
 
     Flow-Factory's "Centered Reward Distillation". With q the denoising error over its mean absolute

@@ -16,6 +16,7 @@ from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Fields, Point, Rollout
 from mmrl.objectives.base import frozen
+from mmrl.objectives.contracts import Couples, TracksOld
 from mmrl.objectives.forward_process import (
     comparisons,
     error,
@@ -43,7 +44,7 @@ class Preference(Fields):
 
 @OBJECTIVES.register("dgpo")
 @dataclass
-class DGPO(Regularised):
+class DGPO(Regularised, Couples, TracksOld):
     """Prefer the good half of a group to the bad half, by denoising errors at shared noise (DGPO).
 
     Luo et al. 2025, "Reinforcing Diffusion Models by Direct Group Preference Optimization". With d

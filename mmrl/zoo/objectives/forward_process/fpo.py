@@ -13,7 +13,8 @@ from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import Linearised, Objective, frozen, slope_of
+from mmrl.objectives.base import Linearised, frozen, slope_of
+from mmrl.objectives.contracts import Couples
 from mmrl.objectives.forward_process import error, noised, positive, summed
 from mmrl.objectives.surrogates import Width, both_sides
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
@@ -23,7 +24,7 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("fpo")
 @dataclass
-class FPO(Objective):
+class FPO(Couples):
     """Clip as PPO does the ratio exp(mean (l_old - l)) of denoising errors l at the same noise
     (FPO).
 

@@ -14,6 +14,7 @@ from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import frozen
+from mmrl.objectives.contracts import TracksOld
 from mmrl.objectives.forward_process import mean_absolute, mean_square, noised, positive, velocity
 from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.surrogates import Width
@@ -24,7 +25,7 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("nft")
 @dataclass
-class NFT(Regularised):
+class NFT(Regularised, TracksOld):
     """Fit good samples with the velocity, bad ones with its mirror image at the old one
     (DiffusionNFT).
 

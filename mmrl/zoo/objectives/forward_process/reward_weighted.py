@@ -13,7 +13,8 @@ from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import Linearised, Objective, slope_of
+from mmrl.objectives.base import Linearised, slope_of
+from mmrl.objectives.contracts import Couples
 from mmrl.objectives.forward_process import noised, positive
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
 from mmrl.policies.base import Policy, Reads
@@ -22,7 +23,7 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("rwr")
 @dataclass
-class RewardWeightedRegression(Objective):
+class RewardWeightedRegression(Couples):
     """Fit samples by weight: -w log p(sample), w = exp(A / beta) of mean 1 in each group (RWR).
 
     Peters and Schaal 2007, "Reinforcement learning by reward-weighted regression"; Lee et al. 2023,
