@@ -28,11 +28,6 @@ ROOT = Path(__file__).parents[2] / "configs"
 KINDS = ("nf4", "fp4", "8bit")
 IMAGES = "{jpeg_compressibility: 1.0}"
 TEXTS = "{length: {low: 1, high: 9}}"
-RECIPES = (
-    "flux/flow_grpo_24gb",
-    pytest.param("qwen_image/flow_grpo_24gb", marks=pytest.mark.slow),
-    pytest.param("vlm/grpo_24gb", marks=pytest.mark.slow),
-)
 
 
 def frozen_bytes(net: nn.Module) -> int:
@@ -135,9 +130,9 @@ def test_one_restored_layer_at_a_time(half):
     assert restored <= beside < 1.5 * restored
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_for_one_card_of_24_gb_fit(name):
+def test_a_recipe_for_one_card_of_24_gb_fits():
+    """The others are in docs/results/rehearsal.md."""
     pytest.importorskip("bitsandbytes")
-    run = measured(dry_run(ROOT / f"{name}.yaml"), decode=False)
+    run = measured(dry_run(ROOT / "flux" / "flow_grpo_24gb.yaml"), decode=False)
     assert run.measured.bytes_parameters < run.measured.parameters
     assert max(moments_of(run, memory_of(run)).values()) < USABLE * CARDS["RTX4090"].memory

@@ -122,7 +122,6 @@ def flow(
         with fakes.running():
             return policy.pixels(policy.vae, fakes.empty(1, *sizes))
 
-    checkpointing = train.gradient_checkpointing
     return Stage(
         policy.net,
         rows,
@@ -130,12 +129,13 @@ def flow(
         decode,
         policy.vae,
         frames,
-        checkpointing=checkpointing,
-        conditions=(
-            _nested_bytes(without_empty(point.cond)),
-            _nested_bytes(point.cond.get("uncond")),
-        ),
+        checkpointing=train.gradient_checkpointing,
+        conditions=_condition_bytes(point.cond),
     )
+
+
+def _condition_bytes(cond: dict[str, Any]) -> tuple[int, int]:
+    return _nested_bytes(without_empty(cond)), _nested_bytes(cond.get("uncond"))
 
 
 def _nested_bytes(cond: Any) -> int:
