@@ -9,7 +9,7 @@ from mmrl.api.media import Samples, shown
 from mmrl.core.errors import UserError
 from mmrl.experiment.evaluation import Estimate
 from mmrl.experiment.watching import Watcher
-from mmrl.rollout.sampled import Sampled
+from mmrl.rollout.collect import Sampled
 
 
 @dataclass

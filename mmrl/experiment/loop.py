@@ -42,7 +42,7 @@ from mmrl.experiment.watching import Watcher
 from mmrl.monitoring.alarms import Alarms
 from mmrl.monitoring.gallery import Gallery
 from mmrl.monitoring.log import FINISHED, RunLog
-from mmrl.rollout.sampled import Sampled
+from mmrl.rollout.collect import Sampled
 from mmrl.train.trainer import Trainer
 
 PREVIEW = 8  # held-out prompts in a sample grid

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from mmrl.experiment.build import Session
 from mmrl.experiment.evaluation import Estimate
-from mmrl.rollout.sampled import Sampled
+from mmrl.rollout.collect import Sampled
 from mmrl.train.trainer import Trainer
 
 

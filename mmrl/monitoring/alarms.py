@@ -17,7 +17,7 @@ from mmrl.config.sections import AlarmOptions
 
 if TYPE_CHECKING:  # it imports torch, and this module is read for its options
     from mmrl.core.types import Reward, Rollout
-    from mmrl.rollout.sampled import Sampled
+    from mmrl.rollout.collect import Sampled
 
 SCALES = (1, 4, 16)  # windows that trends are looked for in, in units of ``window``
 STUCK = "nothing_to_learn"  # kind of the alarm of a run that cannot learn

@@ -18,7 +18,7 @@ from mmrl.core.types import Prompt, Reward, Rewards, Rollout
 from mmrl.data.vision.source import in_messages
 from mmrl.monitoring.log import ROLLOUTS as FILE
 from mmrl.monitoring.report.pictures import data_uri, strip
-from mmrl.rollout.sampled import Sampled
+from mmrl.rollout.collect import Sampled
 
 GROUPS = 4  # prompts of an iteration that are kept
 LONGEST = 4000  # characters of a text that are kept

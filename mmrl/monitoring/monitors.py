@@ -11,7 +11,7 @@ from mmrl.core.registry import MONITORS
 from mmrl.monitoring import completion_stats
 from mmrl.monitoring.appearance import appearance
 from mmrl.monitoring.diversity import portrait
-from mmrl.rollout.sampled import Sampled
+from mmrl.rollout.collect import Sampled
 
 
 @MONITORS.register("reward_statistics")

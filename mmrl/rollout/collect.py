@@ -8,6 +8,7 @@ its place among the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -25,6 +26,23 @@ from samplers.noise import Rng
 EMPTY = "uncond"  # the condition of the empty prompt: one for all
 
 Score = Callable[[Media, list[Prompt]], Rewards]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Holds what the policy sampled itself in an iteration: no ground-truth or replayed answers."""
+
+    iteration: int  # from 0
+    media: Media
+    rollout: Rollout  # with the masks and advantages that are trained on
+    rewards: Rewards  # as the rewards gave them
+    shaped: Rewards  # as they were compared
+    # with the groups that were replaced; shaped where none was
+    everything: tuple[Rollout, Rewards]
+    metrics: Mapping[str, float]  # of the stages and the monitors before
+
+
+Monitor = Callable[[Sampled], dict[str, float]]
 
 
 class RewardStream(Protocol):

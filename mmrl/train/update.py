@@ -30,7 +30,6 @@ from mmrl.train import logprob_gate, minibatches
 from mmrl.train.batch import Batch
 from mmrl.train.device import Device
 from mmrl.train.passes import Passes
-from mmrl.train.schedules import ema_decay, lr_factor
 from samplers.noise import Rng
 
 
@@ -276,3 +275,19 @@ class Update:
         if metrics.pop("log_ratio", None) is not None:
             metrics["ratio/max_deviation"] = math.expm1(min(meter.top("log_ratio"), 50.0))
         return metrics | {"lr": self.optimizer.param_groups[0]["lr"], "step": self.step}
+
+
+def lr_factor(schedule: str, step: int, warmup: int, total: int) -> float:
+    """Return the factor of the learning rate at optimizer step ``step`` of ``total``."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    left = max(0.0, 1 - (step - warmup) / max(1, total - warmup))
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}[
+        schedule
+    ]
+
+
+def ema_decay(step: int, limit: float) -> float:
+    """Return the decay of a moving average at optimizer step ``step``: small at first, so that the
+    start is soon forgotten."""
+    return min(limit, (1 + step) / (10 + step))

@@ -16,7 +16,7 @@ from mmrl.experiment.stopping import NOTHING_TO_LEARN
 from mmrl.monitoring.alarms import IN_A_ROW, STUCK, Alarms
 from mmrl.monitoring.report.page import render
 from mmrl.monitoring.report.runs import read_run
-from mmrl.rollout.sampled import Sampled
+from mmrl.rollout.collect import Sampled
 from rewards.answers.grounding import Grounding
 
 GOOD = {

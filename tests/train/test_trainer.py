@@ -19,8 +19,8 @@ from mmrl.scoring import Scorer
 from mmrl.train import logprob_gate
 from mmrl.train.minibatches import batches
 from mmrl.train.optimizers import adamw, sgd
-from mmrl.train.schedules import ema_decay, lr_factor
 from mmrl.train.trainer import Trainer
+from mmrl.train.update import ema_decay, lr_factor
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout

@@ -37,7 +37,7 @@ from mmrl.data.base import Curriculum
 from mmrl.data.base import batch as batch_of_prompts
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
-from mmrl.rollout.sampled import Sampled
+from mmrl.rollout.collect import Sampled
 from mmrl.scoring.worker import Worker
 from samplers.noise import Rng
 
