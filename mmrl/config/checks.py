@@ -13,6 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.config import effects
 from mmrl.config.building import raise_all, resolve_rewards, unplaceable
+from mmrl.config.compatibility import (
+    blocked,
+    not_to_be_skipped,
+    pathless,
+    renamed_rows,
+    unfit_for_data,
+    unmeasurable,
+    unsuited,
+    unsupported_options,
+    unweighable,
+    without_average,
+)
 from mmrl.config.needs import (
     missing_fields,
     refusals,
@@ -26,18 +38,6 @@ from mmrl.config.plan import impossible
 from mmrl.config.presets import unsuited_preset
 from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from mmrl.config.sections import SECTIONS
-from mmrl.config.unfit import (
-    blocked,
-    not_to_be_skipped,
-    pathless,
-    renamed_rows,
-    unfit_for_data,
-    unmeasurable,
-    unsuited,
-    unsupported_options,
-    unweighable,
-    without_average,
-)
 from mmrl.config.values import Location, Place, exists, is_pattern, show
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, REWARDS, Plugin, import_file, import_module, is_safe

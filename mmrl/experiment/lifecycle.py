@@ -20,9 +20,9 @@ from mmrl.core.files import check_writable, on_disk, write_text
 from mmrl.core.output import lasting_output
 from mmrl.experiment import changes, checkpoint, inputs, state
 from mmrl.experiment.build import CONFIG, Session, check_trackers, config_of, read
+from mmrl.experiment.emergency_checkpoint import rescued
 from mmrl.experiment.lock import FolderLock
 from mmrl.experiment.loop import Run
-from mmrl.experiment.rescue import rescued
 from mmrl.experiment.stopping import Ended
 from mmrl.experiment.watching import Watcher
 from mmrl.monitoring.log import FINISHED, METRICS, RunLog, parse_line

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmrl.config.unfit import unsuited
+from mmrl.config.compatibility import unsuited
 from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe

@@ -31,7 +31,7 @@ from mmrl.policies.base import (
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.contracts import Demonstrates, Replays, WarpsLogits
 from mmrl.policies.demonstrations import sourced
-from mmrl.policies.drafts import FREE, drafted, verified
+from mmrl.policies.draft_verification import FREE, drafted, verified
 from mmrl.policies.scores import Scored, Scorer, group_divergence, recorded
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng

@@ -6,8 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmrl.config import effects
+from mmrl.config.compatibility import (
+    pathless,
+    renamed_rows,
+    unfit_for_data,
+    unsuited,
+    without_average,
+)
 from mmrl.config.options import TrainOptions
-from mmrl.config.unfit import pathless, renamed_rows, unfit_for_data, unsuited, without_average
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.data.base import Curriculum

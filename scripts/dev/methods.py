@@ -25,8 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "dev")]
 import measured  # noqa: E402
 import yaml  # noqa: E402
 
+from mmrl.config.compatibility import KINDS  # noqa: E402
 from mmrl.config.presets import presets  # noqa: E402
-from mmrl.config.unfit import KINDS  # noqa: E402
 from mmrl.config.values import show  # noqa: E402
 from mmrl.config.yamltext import read  # noqa: E402
 from mmrl.core.registry import (  # noqa: E402

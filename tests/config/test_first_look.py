@@ -186,7 +186,8 @@ def loaded_after(*words: str) -> tuple[str, str]:
         "import sys\nfrom mmrl.config import first_look\nfirst_look.is_outdated = bool\n"
         f"sys.argv[1:] = {list(words)}\nfrom mmrl.cli.app import main\n"
         "try:\n    main()\n"
-        "except SystemExit:\n    heavy = {'torch', 'numpy', 'PIL', 'rewards', 'mmrl.policies.base', 'mmrl.zoo'}\n"
+        "except SystemExit:\n"
+        "    heavy = {'torch', 'numpy', 'PIL', 'rewards', 'mmrl.policies.base', 'mmrl.zoo'}\n"
         "    print(*heavy & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

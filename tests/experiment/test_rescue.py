@@ -6,7 +6,7 @@ import torch
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.experiment import checkpoint, lifecycle
-from mmrl.experiment.rescue import rescued
+from mmrl.experiment.emergency_checkpoint import rescued
 from tests.experiment.test_budget import run_of
 
 

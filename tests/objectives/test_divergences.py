@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mmrl import advantages, config
+from mmrl.config.compatibility import unsuited
 from mmrl.config.options import TrainOptions
-from mmrl.config.unfit import unsuited
 from mmrl.core import registry
 from mmrl.core.distributions import Categorical, Gaussian
 from mmrl.core.errors import UserError

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mmrl import config
+from mmrl.config.compatibility import unfit_for_data
 from mmrl.config.options import TrainOptions
-from mmrl.config.unfit import unfit_for_data
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
 from mmrl.core.types import SamplerState, Transition

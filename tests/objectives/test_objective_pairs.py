@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from mmrl import config
+from mmrl.config.compatibility import KINDS, unsuited
 from mmrl.config.options import TrainOptions
-from mmrl.config.unfit import KINDS, unsuited
 from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, POLICIES

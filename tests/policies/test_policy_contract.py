@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.config.compatibility import unsupported_options
 from mmrl.config.options import TrainOptions
-from mmrl.config.unfit import unsupported_options
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.policies import contracts as module

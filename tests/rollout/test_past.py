@@ -23,7 +23,7 @@ from mmrl.rollout.collect import rescored
 from mmrl.rollout.stages import Drawn, set_apart, sizes_of_all
 from mmrl.zoo.models.masked.masked_lm import MaskedLM
 from mmrl.zoo.objectives.reward_gradient import Draft
-from mmrl.zoo.stages.past import packed, remembered, unpacked
+from mmrl.zoo.stages.answer_memory import packed, remembered, unpacked
 from mmrl.zoo.stages.replay_buffer import ReplayBuffer
 from mmrl.zoo.stages.response_reuse import PICKS, ReusedResponses, stratified
 from samplers.noise import Rng

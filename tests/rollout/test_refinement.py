@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mmrl.advantages import dr_grpo
+from mmrl.config.compatibility import unsupported_options
 from mmrl.config.options import Corrections, Refinement
-from mmrl.config.unfit import unsupported_options
 from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance, Rewards
 from mmrl.objectives import PolicyGradient

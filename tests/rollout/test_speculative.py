@@ -14,7 +14,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.experiment import state
 from mmrl.policies.base import NO_CONTEXT, Drafts
-from mmrl.policies.drafts import all_logprobs
+from mmrl.policies.draft_verification import all_logprobs
 from mmrl.policies.vlm.generate import Task, generate
 from mmrl.zoo.models.image_tokens.llamagen import LlamaGen
 from mmrl.zoo.models.image_tokens.var import VAR

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mmrl.advantages import grpo
+from mmrl.config.compatibility import unsupported_options
 from mmrl.config.options import TemporalContrast, TrainOptions
-from mmrl.config.unfit import unsupported_options
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards, per_prompt
 from mmrl.objectives import PolicyGradient

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from mmrl.config.compatibility import unsupported_options
 from mmrl.config.options import Demonstrations, PromptValue, TrainOptions
-from mmrl.config.unfit import unsupported_options
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from mmrl.config.compatibility import unmeasurable, unsupported_options
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import arithmetic
-from mmrl.config.unfit import unmeasurable, unsupported_options
 from mmrl.core.errors import UserError
 from mmrl.experiment import rerun, state
 from mmrl.experiment.build import set_width

@@ -33,7 +33,7 @@ from mmrl.policies.base import (
 )
 from mmrl.policies.contracts import EncodesMedia, NamesSpaces
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
-from mmrl.policies.drafts import FREE, SHARDED
+from mmrl.policies.draft_verification import FREE, SHARDED
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
 from mmrl.policies.image_tokens.speculation import speculate

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmrl.core.host import sent
 from mmrl.core.types import Rollout, TokenOrder
 from mmrl.policies.base import Drafts, LogprobGuidance
-from mmrl.policies.drafts import Forced, accepted
+from mmrl.policies.draft_verification import Forced, accepted
 from mmrl.policies.image_tokens.network import Inputs, beside, spans, stacked
 from mmrl.policies.scores import BYTES, recorded
 from samplers.batching import chunks

@@ -1,6 +1,6 @@
 """Builds caches for transformers' layers in which many rows continue one prompt: keys and values of
-attention, the states (``states.py``) of layers that keep one, and the pictures (``sights.py``) of
-layers that attend to these alone."""
+attention, the states (``states.py``) of layers that keep one, and the pictures
+(``cross_attention_caches.py``) of layers that attend to these alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmrl.policies.vlm import sights, states
-from mmrl.policies.vlm.sights import Seen, Sight
+from mmrl.policies.vlm import cross_attention_caches, states
+from mmrl.policies.vlm.cross_attention_caches import Seen, Sight
 from mmrl.policies.vlm.states import Kept, State
 
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, heads, S, D] each
@@ -152,11 +152,11 @@ def remembered(config: Any) -> Any:
     """Make an empty cache that keeps what a prompt's pass through a text model of this
     configuration computes, whatever each of its layers keeps."""
     attends = _layer(Recorded)
-    pictures = sights.layers_of(config)
+    pictures = cross_attention_caches.layers_of(config)
 
     def layer(number: int, kind: type) -> Any:
         if number in pictures:
-            return sights.layer()
+            return cross_attention_caches.layer()
         return states.layer(states.RecordedState) if states.keeps_state(kind) else attends()
 
     return _of([layer(number, kind) for number, kind in enumerate(_kinds(config))])
@@ -182,7 +182,7 @@ def _continuing(attention: type, recurrent: type, memory: Memory, rows: Tensor) 
     if isinstance(memory, State):
         return states.layer(recurrent, memory.rows(rows))
     if isinstance(memory, Sight):
-        return sights.layer(memory.rows(rows))
+        return cross_attention_caches.layer(memory.rows(rows))
     return _layer(attention)(*(x.index_select(0, rows) for x in memory))
 
 
@@ -255,7 +255,9 @@ def key_values(filled: Any) -> list[KV]:
 def plain(config: Any) -> bool:
     """Tell whether a text model of this configuration keeps keys and values of tokens only, one
     pair a layer."""
-    return not sights.layers_of(config) and all(_attends(kind) for kind in _kinds(config))
+    return not cross_attention_caches.layers_of(config) and all(
+        _attends(kind) for kind in _kinds(config)
+    )
 
 
 def continuable(config: Any) -> bool:

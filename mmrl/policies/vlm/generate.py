@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import sent
-from mmrl.policies.drafts import FREE
+from mmrl.policies.draft_verification import FREE
 from mmrl.policies.scores import recorded
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.refill import Queue, Slots

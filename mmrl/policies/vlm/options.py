@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.core.errors import UserError
 from mmrl.core.sharding import sharded
-from mmrl.policies.drafts import SHARDED
+from mmrl.policies.draft_verification import SHARDED
 from mmrl.policies.vlm.caches import divisible, shareable
 from mmrl.policies.vlm.compiled import Compiled
 from mmrl.policies.vlm.engines.choice import EXTERNAL

@@ -46,7 +46,7 @@ from mmrl.policies.contracts import (
     WritesText,
 )
 from mmrl.policies.demonstrations import sourced
-from mmrl.policies.drafts import resized
+from mmrl.policies.draft_verification import resized
 from mmrl.policies.lora import Lora, merged, save_model
 from mmrl.policies.quantization import Quantization, check_quantization
 from mmrl.policies.vlm.budgets import admit

@@ -24,7 +24,7 @@ from mmrl.core.sharding import sharded
 from mmrl.policies import scores
 from mmrl.policies.lora import inject
 from mmrl.policies.tokens import places
-from mmrl.policies.vlm import caches, features, packing, sights
+from mmrl.policies.vlm import caches, cross_attention_caches, features, packing
 from mmrl.policies.vlm.cascade import Cascade, attending, fits
 from mmrl.policies.vlm.compiled import Compiled, changes, symbolic
 from mmrl.policies.vlm.families import CAUSAL, DIRECT
@@ -57,7 +57,7 @@ class SharedPrefix(nn.Module):
         self.compiled: Compiled | None = None  # passes as graphs
         self.cascades = True  # where layers attend by torch's own attention
         self.branches = False  # answers may begin alike, and packed ones are then read once
-        sights.pass_texts_by(hf)
+        cross_attention_caches.pass_texts_by(hf)
         if hf.config.model_type == "llama4":
             hf.language_model.register_forward_hook(_without_images)
         # accelerate wraps these one by one
@@ -105,7 +105,9 @@ class SharedPrefix(nn.Module):
             hidden[:, -1],
             inputs["attention_mask"].bool(),
             following(inputs),
-            sights.looking(caches.memories(cache), inputs.get("cross_attention_mask")),
+            cross_attention_caches.looking(
+                caches.memories(cache), inputs.get("cross_attention_mask")
+            ),
         )
 
     def state(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -423,7 +425,7 @@ class SharedPrefix(nn.Module):
             position_ids=places,
             **caches.passed(cache),
             return_dict=True,
-            **sights.looked_at(cache, ids.shape[1]),
+            **cross_attention_caches.looked_at(cache, ids.shape[1]),
             **options,
         ).last_hidden_state
         return hidden
@@ -487,7 +489,7 @@ class SharedPrefix(nn.Module):
         layers for pictures have to take part."""
         base = self.hf.base_model
         if witness is not None:
-            inputs |= sights.unseen(self.hf, witness, len(inputs["input_ids"]))
+            inputs |= cross_attention_caches.unseen(self.hf, witness, len(inputs["input_ids"]))
         if base is not self.hf:
             hidden: Tensor = base(**inputs, return_dict=True).last_hidden_state
             return hidden

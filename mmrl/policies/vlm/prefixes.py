@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmrl.policies.vlm import packing
 from mmrl.policies.vlm.caches import KV, Memory
-from mmrl.policies.vlm.sights import Sight
+from mmrl.policies.vlm.cross_attention_caches import Sight
 from mmrl.policies.vlm.states import State
 
 

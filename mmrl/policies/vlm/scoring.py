@@ -24,6 +24,7 @@ from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features, media
 from mmrl.policies.vlm.collation import blank_clip, blank_image, images_in, is_pixels
+from mmrl.policies.vlm.cross_attention_caches import PICTURES
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.families import OWN_DTYPE
 from mmrl.policies.vlm.generate import Answers, Ending, Task, generate
@@ -35,7 +36,6 @@ from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
 from mmrl.policies.vlm.refill import Lengths, Refill, Slots
 from mmrl.policies.vlm.routing import of_prompts, padded
-from mmrl.policies.vlm.sights import PICTURES
 from mmrl.policies.vlm.speculation import speculate
 from mmrl.policies.vlm.trees import Growth, TextTree
 from samplers.batching import chunks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.policies.base import Drafts
-from mmrl.policies.drafts import Forced, accepted
+from mmrl.policies.draft_verification import Forced, accepted
 from mmrl.policies.scores import BYTES, recorded
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.caches import KV

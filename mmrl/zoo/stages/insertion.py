@@ -13,8 +13,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.policies.contracts import Demonstrates
 from mmrl.rollout.stages import Drawn, Setup
+from mmrl.zoo.stages.answer_memory import Remembered, inserted, with_marks
 from mmrl.zoo.stages.answers import Answer
-from mmrl.zoo.stages.past import Remembered, inserted, with_marks
 from samplers.noise import Rng
 
 Wanted = list[tuple[int, Prompt, Answer]]  # groups, their prompts, and answers that they get

@@ -29,8 +29,8 @@ from mmrl.policies.base import Drafts, Policy, RolloutContext
 from mmrl.policies.contracts import LimitsLength
 from mmrl.rollout.collect import media_of
 from mmrl.rollout.stages import Drawn, Sample, Setup
+from mmrl.zoo.stages.answer_memory import OldAnswers
 from mmrl.zoo.stages.dynamic_sampling import exchanged
-from mmrl.zoo.stages.past import OldAnswers
 from samplers.noise import Rng
 
 NAMES = ("ids", "mask", "logprob")  # of what is stored of a group

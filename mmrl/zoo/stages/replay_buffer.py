@@ -23,8 +23,7 @@ from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import joined
 from mmrl.rollout.stages import Drawn, Sample, Setup, group_sizes
-from mmrl.zoo.stages.dynamic_sampling import exchanged, flat_groups
-from mmrl.zoo.stages.past import (
+from mmrl.zoo.stages.answer_memory import (
     OldAnswers,
     Remembered,
     beside,
@@ -35,6 +34,7 @@ from mmrl.zoo.stages.past import (
     remembered,
     unpacked,
 )
+from mmrl.zoo.stages.dynamic_sampling import exchanged, flat_groups
 
 
 @STAGES.register("replay_buffer")

@@ -29,7 +29,7 @@ from mmrl.core.weight_files import read_tensors
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import rescored
 from mmrl.rollout.stages import Drawn, Sample, Setup
-from mmrl.zoo.stages.past import (
+from mmrl.zoo.stages.answer_memory import (
     OldAnswers,
     Remembered,
     fits,

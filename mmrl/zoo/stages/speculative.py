@@ -18,9 +18,9 @@ from mmrl.core.errors import UserError, called
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, per_prompt
 from mmrl.policies.base import Drafts, Policy, RolloutContext
-from mmrl.policies.drafts import all_logprobs
+from mmrl.policies.draft_verification import all_logprobs
 from mmrl.rollout.stages import Drawn, Sample, Setup
-from mmrl.zoo.stages.past import OldAnswers
+from mmrl.zoo.stages.answer_memory import OldAnswers
 
 NAMES = ("ids", "mask", "logprob", "full")  # of what is stored of a prompt's answers
 

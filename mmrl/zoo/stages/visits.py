@@ -20,7 +20,7 @@ from mmrl.data.base import Curriculum
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import joined, rescored
 from mmrl.rollout.stages import Drawn, Sample, Setup
-from mmrl.zoo.stages.past import (
+from mmrl.zoo.stages.answer_memory import (
     OldAnswers,
     Remembered,
     beside,

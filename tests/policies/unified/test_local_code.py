@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl.advantages import flow_grpo
+from mmrl.config.compatibility import unsuited
 from mmrl.config.options import TrainOptions
-from mmrl.config.unfit import unsuited
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES
@@ -27,7 +27,7 @@ from mmrl.train.trainer import Trainer
 from mmrl.zoo.models.masked.masked_lm import MaskedLM
 from mmrl.zoo.models.unified import local_flow, tasks
 from mmrl.zoo.models.unified.local_flow import UnifiedFlow
-from mmrl.zoo.stages.past import packed, remembered, unpacked
+from mmrl.zoo.stages.answer_memory import packed, remembered, unpacked
 from samplers.noise import Rng
 from tests.fixtures import local_code
 from tests.fixtures.command import mmrl, refused
