@@ -1,7 +1,10 @@
 """The walls between rooms: which package may import which, read from all imports, lazy ones too."""
 
 import ast
+import subprocess
+import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.core.test_imports import FILES, ROOT, absolute
@@ -78,6 +81,23 @@ def test_a_room_imports_only_rooms_before_it():
             may = {*ORDER[: ORDER.index(room) + 1]}
             crossed |= {f"{path.relative_to(ROOT)} imports {r}" for r in targets(path) - may}
     assert not crossed
+
+
+def test_no_files_import_each_other():
+    """At any depth: an import inside a function counts."""
+    modules = {module_of(path): path for path in FILES}
+    graph = {}
+    for module, path in modules.items():
+        names = {name for pair in imports(path) for name in (pair[0], ".".join(pair))}
+        graph[module] = names & modules.keys() - {module}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
+
+
+def test_the_trainer_loads_few_modules():
+    code = "import sys, mmrl.train.trainer\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    loaded = [name for name in done.stdout.split() if name.partition(".")[0] in TOP]
+    assert done.returncode == 0 and len(loaded) <= 60, sorted(loaded)
 
 
 def test_rewards_and_samplers_import_nothing_of_mmrl_but_core():
