@@ -51,7 +51,7 @@ def emptied(place):
     return nbformat.v4.new_code_cell(f"""
 %reset -f
 import os, matplotlib.pyplot
-from mmrl.compare import runs
+from mmrl.apps.compare import runs
 os.chdir({str(place)!r})
 matplotlib.pyplot.close("all")
 runs.COMMAND = {(*warm.command(), "-m", "mmrl")!r}

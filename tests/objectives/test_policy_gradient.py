@@ -21,6 +21,7 @@ from mmrl.policies.diffusion.trees import Tree
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.advantages import COPO
 from mmrl.zoo.objectives import ClipCov, Masked
 from samplers.noise import Rng
 from tests.fixtures import toys
@@ -244,7 +245,7 @@ def test_parts_of_an_advantage_by_loop():
 def test_micro_batches_change_nothing_of_copo(case):
     """Two epochs over the same rows, so that ratios are clipped; of trees, edges have means of both
     parts."""
-    copo = advantages.COPO(width=0.1)
+    copo = COPO(width=0.1)
     sizes = {"epochs": 2, "train_batch_size": 8, "iterations": 1}
     runs = [
         trained(case, {"ppo": {"clip_low": 1e-3}}, advantage=copo, micro_batch_size=micro, **sizes)

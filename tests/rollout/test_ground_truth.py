@@ -15,6 +15,7 @@ from mmrl.policies.base import RolloutContext
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.advantages import soft
 from rewards import Count
 from samplers.noise import Rng
 from tests.fixtures import tiny_vlms
@@ -100,7 +101,7 @@ def trainer(policy, truth="count", **options):
         policy,
         ASKED,
         Scorer({"count": Count()}),
-        partial(advantages.soft, threshold=0.5),
+        partial(soft, threshold=0.5),
         PolicyGradient(kl=0.01),
         partial(adamw, lr=1e-3),
         TrainOptions(**sizes),

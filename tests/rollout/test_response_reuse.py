@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl import advantages
 from mmrl.config.options import AdaptiveRounds, ResponseReuse, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.experiment import state
@@ -16,6 +15,7 @@ from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.advantages import all_samples
 from mmrl.zoo.stages.replay_buffer import marked
 from mmrl.zoo.stages.response_reuse import ReusedResponses
 from tests.fixtures import toys
@@ -106,7 +106,7 @@ def trainer():
         policy_of(max_new_tokens=3),
         asked(),
         Scorer({"some": some}),
-        advantages.all_samples,
+        all_samples,
         PolicyGradient(),
         partial(adamw, lr=3e-3),
         TrainOptions(

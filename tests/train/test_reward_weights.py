@@ -18,6 +18,7 @@ from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.reward_weights import influences
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.advantages import Running
 from tests.core.test_imports import ROOT
 from tests.fixtures import toys
 
@@ -101,9 +102,9 @@ def test_shares_grow_with_what_gradients_have_in_common(family, measure):
 def test_shares_and_memories_survive_a_resume():
     """An advantage that remembers counts every iteration once."""
     make = partial(trainer_of, "causal", CONFIGURED, RewardGradients(rate=0.5), advantage=None)
-    trainers = [make(advantage=advantages.Running()) for _ in range(2)]
+    trainers = [make(advantage=Running()) for _ in range(2)]
     trainer, resumed = trainers
-    plain = trainer_of("causal", CONFIGURED, advantage=advantages.Running())
+    plain = trainer_of("causal", CONFIGURED, advantage=Running())
     trainer.iterate()
     plain.iterate()
     assert trainer.advantage.sums == plain.advantage.sums

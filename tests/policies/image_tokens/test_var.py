@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from mmrl import advantages
 from mmrl.core.errors import UserError
 from mmrl.train.minibatches import loss_weights
+from mmrl.zoo.advantages import tree_mean
 from mmrl.zoo.models.image_tokens.var import VAR, shape_of
 from mmrl.zoo.models.image_tokens.var_net import Shape, VARNet
 from mmrl.zoo.models.image_tokens.var_vq import VARVQ, Quantizer, shared
@@ -430,7 +431,7 @@ def test_the_gradient_of_branches_is_the_average_of_samples(make, alpha):
         loss = -point.advantage * policy.dist(point).log_prob(point.target)
         return flat_grad(policy, (loss * loss_weights(point, "token_sum", 1)).sum())
 
-    found = gradient(tree, rollout, advantages.tree_mean(reward, rollout, base=advantages.dr_grpo))
+    found = gradient(tree, rollout, tree_mean(reward, rollout, base=advantages.dr_grpo))
     rows = rollout.replace(mask=torch.ones_like(rollout.mask), edge_id=None)
     wanted = gradient(flat, rows, advantages.dr_grpo(reward, rows))
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-9)
