@@ -240,6 +240,15 @@ class Registry(dict[str, Plugin]):
             return f"its parameters must be ({', '.join(self.takes)}); this takes {_taken(entry)}"
         return self.refuses(entry)
 
+    def in_order_of(self, room: str) -> None:
+        """Put the entries of a room before all others, in the order of its ``MODULES``, whichever
+        of these a program imported first."""
+        modules = [f"{room}.{name}" for name in vars(sys.modules[room])["MODULES"]]
+        entries = list(self.items())
+        place = {module: i for i, module in enumerate(modules)}
+        self.clear()
+        self.update(sorted(entries, key=lambda e: place.get(e[1].__module__, len(place))))
+
     def discover(self) -> None:
         """Register what installed packages offer by entry points; warn of one that cannot be
         imported and leave it out."""
@@ -499,6 +508,7 @@ def load_built_in() -> None:
     GRIDS.update(tables.GRIDS)
     WINDOWS.update(tables.WINDOWS)
     SOLVERS.update(tables.SOLVERS)
+    STAGES.in_order_of("mmrl.zoo.stages")
     for registry in ALL.values():
         registry.discover()
 
