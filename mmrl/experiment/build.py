@@ -46,7 +46,7 @@ from mmrl.experiment import checkpoint
 from mmrl.monitoring.trackers import check_installed
 from mmrl.objectives.contracts import ChecksRows
 from mmrl.policies import adapter_files
-from mmrl.policies.diffusion import lora_files, lora_merging, single_file
+from mmrl.policies.diffusion import lora_merging
 from mmrl.policies.diffusion.context_parallel import unsupported
 from mmrl.rollout.preferences import Compared
 from mmrl.scoring import Scorer
@@ -277,18 +277,8 @@ def begin_with(policy: Any, configuration: Config, start: Path) -> None:
 def begin_with_lora(policy: Any, lora: Path, place: Place) -> None:
     """Give a policy of a model of diffusers the change of a LoRA file (``start``), or of a folder
     with those of two experts."""
-    if not isinstance(policy, lora_merging.StartsFromLora) or len(policy.parts) > 1:
-        raise UserError(place.say(f"{lora} is a LoRA for one network of a model of diffusers"))
-    base = lora_files.Base.of(policy.place)
     try:
-        for part, file in lora_merging.by_part(lora, base).items():
-            if single_file.is_checkpoint(file):
-                raise UserError(
-                    f"{file} holds a model, no adapter: mmrl convert {file} --base {policy.place} "
-                    "--into FOLDER makes a folder of it, which is the policy's path"
-                )
-            two = len(base.networks) > 1
-            lora_merging.begin(base, policy.net.get_submodule(part) if two else policy.net, file)
+        lora_merging.start(policy, lora)
     except UserError as error:
         raise UserError(place.say(str(error))) from error
 

@@ -27,6 +27,7 @@ from mmrl.core.registry import (
     Registry,
     describe,
 )
+from mmrl.objectives import Objective
 from tests.fixtures.mistakes import message
 
 KERNEL = Registry("kernel")
@@ -343,12 +344,12 @@ def folder(tmp_path, monkeypatch):
             self.path = path
 
     @dataclass
-    class Toy:
+    class Toy(Objective):
         clip: float = 1.0
         kl: float = 0.0
         path: str = "owner/name"
         kernel: Annotated[Any, KERNEL] = field(default=plain)
-        reads = loss = None  # what makes an objective one
+        points = loss = None
 
         def __post_init__(self):
             if self.clip <= 0:

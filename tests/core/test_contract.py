@@ -24,7 +24,7 @@ from mmrl.core.metrics import Meter
 from mmrl.core.registry import ALL, DATA, GRIDS, KERNELS, OBJECTIVES, OPTIMIZERS, WINDOWS, describe
 from mmrl.core.types import Point
 from mmrl.objectives import Objective, PolicyGradient
-from mmrl.objectives.contracts import CONTRACTS, undeclared
+from mmrl.objectives.contracts import CONTRACTS, HasTeacher, undeclared
 from mmrl.zoo.objectives import Distill
 from mmrl.zoo.objectives.distillation import Teacher
 from samplers.noise import Rng
@@ -436,7 +436,8 @@ def toy_points(
         objective.attach(toys.smooth_reward)
     if isinstance(objective, Distill):
         objective.teachers, objective.loaded = [Teacher(partial(another, family))], []
-    objective.meet(policy)
+    if isinstance(objective, HasTeacher):
+        objective.meet(policy)
     for name in {"ref", objective.behavior_policy, *objective.snapshots} - {"live"}:
         policy.weights.keep(name)
     with torch.no_grad():

@@ -11,7 +11,6 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
 from mmrl.policies.contracts import EncodesMedia
-from mmrl.policies.demonstrations import encoded
 from mmrl.policies.diffusion import few_step as sampling
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, demonstrated
 from mmrl.scoring import Scorer
@@ -52,7 +51,7 @@ class Points(FlowPolicy, EncodesMedia):
         return media
 
     def demonstrate(self, prompts, answers, rng, *, score=True):
-        return demonstrated(self, prompts, *encoded(self, answers), rng)
+        return demonstrated(self, prompts, answers, rng)
 
     def decode(self, rollout):
         return rollout.sample

@@ -20,14 +20,16 @@ load_built_in()
 MMRL = Path(__file__).parents[2] / "mmrl"
 # the dry run and the worlds build policies of one family, and use what is that family's own; in
 # config a ``policy`` is a section
-CONCRETE = {"policies", "dry_run", "worlds", "config"}
+CONCRETE = {"worlds", "config"}
 
 
 def trees(inside: bool):
-    """Parse the files of mmrl/policies, or those of the rooms that know no family."""
+    """Parse the files of policies and models, or those of the rooms that know no family."""
     for path in sorted(MMRL.rglob("*.py")):
-        room = path.relative_to(MMRL).parts[0]
-        if room == "policies" if inside else room not in CONCRETE:
+        parts = path.relative_to(MMRL).parts
+        is_inside = parts[0] == "policies" or parts[:2] == ("zoo", "models")
+        concrete = is_inside or parts[0] in CONCRETE or parts[:2] == ("apps", "dry_run")
+        if is_inside if inside else not concrete:
             yield sources.tree(path)
 
 

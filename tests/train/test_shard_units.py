@@ -1,11 +1,13 @@
 """What FSDP2 gathers one by one: blocks that are there, and that hold most of the weights."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
+from mmrl.policies.contracts import KeepsWhole
 from mmrl.policies.vlm.policy import VLM
 from mmrl.train.device import Device
 from mmrl.train.shard_units import shard_classes, ties_kept
@@ -92,7 +94,8 @@ def test_what_a_user_names_at_launch_rules(plugin, sharded, named):
     accelerator = SimpleNamespace(state=state, device=torch.device("cpu"))
     device = SimpleNamespace(accelerator=accelerator, sharded=sharded)
     net = Net()
-    Device._name_units(device, SimpleNamespace(net=net, unsharded=[net.few]))
+    policy = Mock(KeepsWhole, net=net, unsharded=[net.few])
+    Device._name_units(device, policy)
     if named == ["Block"]:
         assert plugin.ignored_modules == [net.few]
     assert getattr(plugin, "transformer_cls_names_to_wrap", None) == named

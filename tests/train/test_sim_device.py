@@ -229,7 +229,7 @@ import os
 import sys
 os.environ["ACCELERATE_TORCH_DEVICE"] = "sim:0"
 from tests.fixtures import sim_device
-from mmrl.cli import main
+from mmrl.cli.app import main
 sys.argv = ["mmrl", "train", "sd3/flow_grpo", "--dry-run", "--devices", "8xH100"]
 main()
 """

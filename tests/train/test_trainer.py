@@ -15,6 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter, observe
 from mmrl.core.weights import Weights
 from mmrl.objectives import PolicyGradient
+from mmrl.objectives.contracts import TracksOld
 from mmrl.scoring import Scorer
 from mmrl.train import logprob_gate
 from mmrl.train.minibatches import batches
@@ -425,8 +426,11 @@ def test_the_learning_rate_follows_its_schedule_step_by_step():
 
 
 def test_lagging_weights_follow_after_the_iteration():
-    trainer = make_trainer(policy=toys.make("flow", double=True))
-    trainer.objective.old_decay = lambda step: step / 8
+    class Lagging(PolicyGradient, TracksOld):
+        def old_decay(self, step):
+            return step / 8
+
+    trainer = make_trainer(policy=toys.make("flow", double=True), objective=Lagging())
     trainer.policy.weights.keep("old")
     before = trainer.policy.weights.full("old")
     trainer.iterate()  # two steps

@@ -8,10 +8,10 @@ noise and chunks are here, once. Sampling and scoring go through the same ``_tra
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from annotated_types import Ge
@@ -52,13 +52,14 @@ from mmrl.policies.base import (
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.contracts import (
     Branches,
+    EncodesMedia,
     FollowsProcess,
     MeasuresPasses,
     NamesSpaces,
     Replays,
     Trial,
 )
-from mmrl.policies.demonstrations import placed_rows, sourced
+from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.diffusion import trials
 from mmrl.policies.diffusion.first_look import check_conditions, check_independence
 from mmrl.policies.diffusion.flow_passes import FlowPasses, Window
@@ -442,12 +443,13 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
 
 @torch.no_grad()
 def demonstrated(
-    policy: FlowPolicy, prompts: list[Prompt], samples: Tensor | None, present: Tensor, rng: Rng
+    policy: FlowPolicy, prompts: list[Prompt], answers: Sequence[Any], rng: Rng
 ) -> Rollout:
-    """Make a rollout of encoded pictures [n, *] that somebody made, of the rows ``present`` [B]. No
-    step of a path is known of them: what looks at re-noised samples can train on them."""
+    """Make a rollout of pictures that somebody made, one to each prompt. No step of a path is known
+    of them: what looks at re-noised samples can train on them."""
     row, group = rows_and_groups(prompts, 1, rng, policy.device)
-    cond = policy.encode(prompts)
+    cond = policy.encode(prompts)  # sets the size of pictures, to which answers are cut
+    samples, present = encoded(cast(EncodesMedia, policy), answers)
     blank = torch.zeros(len(row), *policy.shape, dtype=policy.dtype, device=policy.device)
     sample = placed_rows(samples, present, blank)
     plan = planned(policy, 1, rng)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmrl.core import weight_files
 from mmrl.core.errors import UserError
+from mmrl.policies.diffusion import single_file
 from mmrl.policies.diffusion.lora_files import (
     DIFFERENCES,
     LISTED,
@@ -258,3 +259,19 @@ def single(adapter: Path) -> Path:
         f"{adapter}: {len(files)} .safetensors files in this folder; "
         f"{hint if inner else 'give the file itself'}"
     )
+
+
+def start(policy: Any, lora: Path) -> None:
+    """Give a policy the change of a LoRA file, or of a folder with those of two experts. Raises
+    UserError where the policy or the file is not for that."""
+    if not isinstance(policy, StartsFromLora) or len(policy.parts) > 1:
+        raise UserError(f"{lora} is a LoRA for one network of a model of diffusers")
+    base = Base.of(policy.place)
+    for part, file in by_part(lora, base).items():
+        if single_file.is_checkpoint(file):
+            raise UserError(
+                f"{file} holds a model, no adapter: mmrl convert {file} --base {policy.place} "
+                "--into FOLDER makes a folder of it, which is the policy's path"
+            )
+        two = len(base.networks) > 1
+        begin(base, policy.net.get_submodule(part) if two else policy.net, file)

@@ -25,7 +25,6 @@ from mmrl.core.registry import GRIDS
 from mmrl.core.types import Copies, Prompt, Query, Rollout, Transition
 from mmrl.policies.base import NO_CONTEXT, RolloutContext
 from mmrl.policies.contracts import EncodesMedia, SplitsSequences
-from mmrl.policies.demonstrations import encoded
 from mmrl.policies.diffusion import (
     attention_backends,
     context_parallel,
@@ -395,7 +394,7 @@ class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences, StartsFromLora):
     def demonstrate(
         self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
     ) -> Rollout:
-        return demonstrated(self, prompts, *encoded(self, answers), rng)
+        return demonstrated(self, prompts, answers, rng)
 
     @torch.no_grad()
     def encode_media(self, media: Tensor) -> Tensor:

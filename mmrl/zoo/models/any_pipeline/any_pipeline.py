@@ -20,7 +20,6 @@ from mmrl.core.types import Kernel, Prompt, Rollout
 from mmrl.policies.base import rows_of
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.contracts import EncodesMedia
-from mmrl.policies.demonstrations import encoded
 from mmrl.policies.diffusion import attention_backends, pipeline_folder, prompt_lengths
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage, demonstrated
@@ -366,7 +365,7 @@ class AnyPipeline(ReplayedPolicy, EncodesMedia):
     def demonstrate(
         self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
     ) -> Rollout:
-        return demonstrated(self, prompts, *encoded(self, answers), rng)
+        return demonstrated(self, prompts, answers, rng)
 
     @torch.no_grad()
     def encode_media(self, media: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name
 from mmrl.core.types import Media, Prompt, Rollout
 from mmrl.policies.contracts import EncodesMedia
-from mmrl.policies.demonstrations import encoded
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, demonstrated
 from mmrl.policies.lora import ATTENTION, merged
 from samplers.batching import chunks
@@ -137,7 +136,7 @@ class Module(FlowPolicy, EncodesMedia):
     def demonstrate(
         self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
     ) -> Rollout:
-        return demonstrated(self, prompts, *encoded(self, answers), rng)
+        return demonstrated(self, prompts, answers, rng)
 
     @torch.no_grad()
     def encode_media(self, media: Tensor) -> Tensor:
