@@ -4,6 +4,7 @@ texts."""
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
@@ -20,7 +21,7 @@ from rewards.combined.members import counters_of, refuse_memory, rows_of
 Part = Annotated[Reward, REWARDS]
 
 
-class Routes:
+class Routes(ABC):
     """Holds the reward of each task of a mixture; the prompt's field ``by`` names its task."""
 
     name: ClassVar[str]
@@ -42,9 +43,9 @@ class Routes:
             **self.described([card_of(part) for part in self.parts]),
         )
 
+    @abstractmethod
     def described(self, cards: list[Card]) -> dict[str, Any]:
         """Return what else the card says, by those of the parts. Raises UserError."""
-        raise NotImplementedError
 
     def route_of(self, prompt: Prompt) -> Reward | None:
         """Return the reward of a prompt; None where none is for its task."""

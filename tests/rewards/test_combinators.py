@@ -465,3 +465,10 @@ def test_a_mixture_says_and_counts_what_its_routes_do():
     mixed = ByTask({"a": Asked("down"), "b": Asked("down"), "c": Asked("")}, default=Asked("late"))
     assert mixed.causes() == "down; late"
     assert mixed.counters() == {f"{task}/requests": 2.0 for task in ("a", "b", "c", "default")}
+
+
+@pytest.mark.parametrize("task", [1, "1", [1], None])
+def test_a_task_that_is_no_text_is_looked_up_as_text(task):
+    reward = ByTask({"1": lambda media, prompts: torch.ones(len(prompts))})
+    value = reward(["an answer"], [{"text": "a question", "task": task}])
+    assert value.tolist() == [1.0] if task in (1, "1") else bool(value.isnan().all())

@@ -171,3 +171,14 @@ def test_gcpo_compares_both_forms_of_a_question_by_loop(family):
     assert moved.group.tolist() == compared.group[order].tolist()
     with pytest.raises(UserError, match="asks every question in 2 forms on one process"):
         whole_questions(data, 3)
+
+
+def test_stages_act_in_one_order_whichever_a_program_imported_first():
+    registry.load_built_in()
+    ours = [name for name in STAGES if STAGES[name].__module__.startswith("mmrl.zoo.stages")]
+    backwards = list(STAGES.items())[::-1]
+    STAGES.clear()
+    STAGES.update(backwards)
+    registry.load_built_in()
+    assert [*STAGES][: len(ours)] == ours and len(ours) == 16
+    assert ours.index("adaptive_sampling") < ours.index("response_reuse")
