@@ -12,7 +12,7 @@ from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.masked.policy import MaskedDiffusion
 from mmrl.rollout.collect import joined
 from mmrl.train.minibatches import passes
-from mmrl.zoo.stages.replay_buffer import Remembered, packed, unpacked
+from mmrl.zoo.stages.answer_memory import Remembered, packed, unpacked
 from samplers.noise import Rng
 from tests.core.test_contract import made
 from tests.fixtures import toys
@@ -165,7 +165,7 @@ def test_answers_that_are_remembered_keep_their_entropy_in_a_checkpoint():
     _, rollout = sampled("causal", record_entropy=True)
     rows = rollout[:4].replace(cond=None)
     entry = Remembered(0, 3, rows, Rewards({"r": torch.ones(4)}))
-    (again,) = unpacked(*packed([entry]), prompts=1)
+    (again,) = unpacked(*packed([entry]))
     assert torch.equal(again.rollout.entropies(), rows.entropies())
 
 

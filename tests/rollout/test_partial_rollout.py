@@ -97,7 +97,7 @@ def test_answers_are_those_that_are_written_in_one_go():
 def test_tokens_keep_the_log_probs_they_were_drawn_with():
     trainer = trainer_of()
     (first,) = collected(trainer, 1)
-    (waiting, *_) = trainer.stages[0].waiting
+    (waiting, *_) = trainer.stages[0].memory.entries
     moved(trainer.policy, 0.05)
     seen = 0
     for batch in collected(trainer, 4):
@@ -108,14 +108,14 @@ def test_tokens_keep_the_log_probs_they_were_drawn_with():
         where = rollout.mask
         torch.testing.assert_close(rollout.logprob[where], now[where], atol=1e-4, rtol=0)
         for row in where.any(1).nonzero()[:, 0].tolist():
-            for i, ids in enumerate(waiting.rows["ids"]):
-                mask = waiting.rows["mask"][i]
+            for i, ids in enumerate(waiting.rollout.sample):
+                mask = waiting.rollout.mask[i]
                 count = int(mask.sum())
                 if count < 3 or not torch.equal(rollout.sample[row, :count], ids[:count]):
                     continue
                 seen += 1
                 drawn_with = rollout.provenance.sampler_logprob[row, :count]
-                assert torch.equal(drawn_with, waiting.rows["logprob"][i][:count])
+                assert torch.equal(drawn_with, waiting.rollout.logprob[i][:count])
                 assert (drawn_with - rollout.logprob[row, :count]).abs().max() > 1e-4
     assert seen
 

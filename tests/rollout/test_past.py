@@ -69,7 +69,7 @@ def test_what_is_stored_is_what_was_sampled(kind):
     fresh = drawn(policy, toys.prompts(2), [0, 1, 2, 3, 4, 5.0])
     entry = remembered(fresh, torch.tensor([3, 4, 5]), 1, 7)
     tensors, plain = packed([entry])
-    (again,) = unpacked(tensors, json.loads(json.dumps(plain)), 2)
+    (again,) = unpacked(tensors, json.loads(json.dumps(plain)))
     assert type(again.rollout.trajectory) is type(fresh.rollout.trajectory)
     one, two = entry.rollout.row_tensors(), again.rollout.row_tensors()
     assert set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
@@ -233,10 +233,12 @@ def test_answers_of_a_prompt_leave_by_number_and_age():
     )
     for iteration in range(3):
         exchange(stage, prompts[:1], [0, 1, float("nan")], iteration)
-    assert [entry.iteration for entry in stage.entries[0]] == [1, 1, 2, 2]
+    assert [entry.iteration for entry in stage.memory.by_prompt()[0]] == [1, 1, 2, 2]
     stage.options = ResponseReuse(threshold=None, when="always", per_prompt=4, age=3, until=5)
     assert exchange(stage, prompts[1:], [0, 1, 0.0], 5)[2]["response_reuse/remembered"] == 2
-    assert list(stage.entries) == [0], "from iteration `until` on nothing is used or remembered"
+    assert list(stage.memory.by_prompt()) == [0], (
+        "from iteration `until` on nothing is used or remembered"
+    )
 
 
 def test_old_and_new_answers_are_compared_apart():
@@ -289,7 +291,7 @@ def test_a_run_begins_with_the_verified_answers_of_another(tmp_path):
     for _ in range(2):
         first.iterate()
     checkpoint.save(tmp_path / "checkpoints", 2, *state.capture(first))
-    pool = first.stages[0].entries
+    pool = first.stages[0].memory.by_prompt()
     options = ResponseReuse(
         threshold=0.2,
         when="always",
@@ -303,12 +305,14 @@ def test_a_run_begins_with_the_verified_answers_of_another(tmp_path):
         learn=False,
     )
     second = past_worker.trainer_of("reuse-causal", response_reuse=options)
-    known = second.stages[0].entries
+    known = second.stages[0].memory.by_prompt()
     assert {i: len(v) for i, v in known.items()} == {i: len(v) for i, v in pool.items()} and known
     before = deepcopy(known)
     metrics = [second.iterate() for _ in range(3)]
     assert sum(m["response_reuse/groups"] for m in metrics) > 0
-    assert known == {} or set(second.stages[0].entries) == set(before), "the pool never ages"
+    assert known == {} or set(second.stages[0].memory.by_prompt()) == set(before), (
+        "the pool never ages"
+    )
     with pytest.raises(UserError, match="has no checkpoint with remembered answers"):
         past_worker.trainer_of("reuse-causal", response_reuse=ResponseReuse(start=tmp_path / "x"))
 
@@ -348,11 +352,12 @@ def test_strata_of_difficulty_by_loop():
     exchange(stage, prompts[3:4], [1, 1, 1.0], 1)
     assert stage.levels[3] == pytest.approx(3.1 + 0.5 * (1 - 3.1))
     kept = stratified(stage.levels, options.strata)
-    assert sorted(kept[index] for index in stage.entries) == [0, 1, 2, 2]
+    assert sorted(kept[index] for index in stage.memory.by_prompt()) == [0, 1, 2, 2]
     again = ReusedResponses(options, policy, prompts)
     tensors, plain = stage.state_dict()
     again.load_state_dict(tensors, json.loads(json.dumps(plain)))
-    assert again.levels == stage.levels and list(again.entries) == list(stage.entries)
+    assert again.levels == stage.levels
+    assert [e.index for e in again.memory.entries] == [e.index for e in stage.memory.entries]
     with pytest.raises(UserError, match="strata .* must add up to 1"):
         ResponseReuse(strata=(0.5, 0.5, 0.5))
 

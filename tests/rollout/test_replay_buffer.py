@@ -18,7 +18,8 @@ from mmrl.rollout.stages import Drawn
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
-from mmrl.zoo.stages.replay_buffer import ReplayBuffer, marked
+from mmrl.zoo.stages.answer_memory import marked
+from mmrl.zoo.stages.replay_buffer import ReplayBuffer
 from samplers.noise import Rng
 from tests.fixtures import tiny_vlms, toys
 from tests.policies.vlm.test_vlm_policy import point_of, policy_of, quiet  # noqa: F401
@@ -90,12 +91,12 @@ def test_groups_are_forgotten_by_age_use_and_size(policy):
     mixed = [0, 0, 1, 0, 0, 2, 0, 0, 3, 0, 0, 4.0]
     memory = ReplayBuffer(Reuse(share=0.5, size=3, age=2), policy, prompts)
     exchange(memory, prompts, mixed, 0)
-    assert [one.index for one in memory.entries] == [3, 2, 1]
+    assert [one.index for one in memory.memory.entries] == [3, 2, 1]
     _, found, counts = exchange(memory, prompts, [1.0] * 12, 1)
     assert counts["reuse/groups"] == 2 and found.rollout.provenance.is_replayed.sum() == 6, (
         "half of the groups at most"
     )
-    assert [one.index for one in memory.entries] == [1], "used once"
+    assert [one.index for one in memory.memory.entries] == [1], "used once"
     assert exchange(memory, prompts, [1.0] * 12, 3)[2]["reuse/groups"] == 0, "too old"
 
 
@@ -103,7 +104,7 @@ def test_what_is_not_in_the_data_is_not_remembered(policy):
     prompts = asked(2)
     memory = ReplayBuffer(Reuse(), policy, prompts)
     exchange(memory, [dict(prompts[0]), prompts[1]], [0, 0, 1, 0, 0, float("nan")], 0)
-    assert not memory.entries, "a changed prompt, and a group with a missing reward"
+    assert not memory.memory.entries, "a changed prompt, and a group with a missing reward"
 
 
 def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
@@ -159,11 +160,12 @@ def test_a_run_with_old_answers_goes_on_from_a_checkpoint_to_the_bit():
     one = trainer()
     two = trainer()
     first = [one.iterate() for _ in range(4)]
-    assert one.stages[0].entries and sum(m["reuse/groups"] for m in first) > 0
+    assert one.stages[0].memory.entries and sum(m["reuse/groups"] for m in first) > 0
     assert all(m["ratio/max_deviation"] < 1e-4 for m in first), "the gate looks at fresh answers"
     arrays, meta = state.capture(one)
     state.restore(two, deepcopy(arrays), json.loads(json.dumps(meta)))
-    assert [g.index for g in two.stages[0].entries] == [g.index for g in one.stages[0].entries]
+    indices = [[entry.index for entry in each.stages[0].memory.entries] for each in (one, two)]
+    assert indices[0] == indices[1]
     reused = 0
     for _ in range(3):
         metrics = [x.iterate() for x in (one, two)]

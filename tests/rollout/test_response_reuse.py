@@ -16,7 +16,7 @@ from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from mmrl.zoo.advantages import all_samples
-from mmrl.zoo.stages.replay_buffer import marked
+from mmrl.zoo.stages.answer_memory import marked
 from mmrl.zoo.stages.response_reuse import ReusedResponses
 from tests.fixtures import toys
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
@@ -68,7 +68,7 @@ def test_answers_are_forgotten_by_age_and_size(policy):
     prompts = asked(3)
     memory = ReusedResponses(ResponseReuse(size=2, age=1), policy, prompts)
     after(memory, prompts, [0, 0, 1.0] * 3, 0)
-    assert list(memory.entries) == [1, 2]
+    assert list(memory.memory.by_prompt()) == [1, 2]
     _, _, counts = after(memory, prompts[:2], [0.0] * 6, 1)
     assert counts["response_reuse/groups"] == 1, "that of prompt 0 had to leave"
     assert after(memory, prompts, [0.0] * 9, 2)[2]["response_reuse/groups"] == 0, "too old"
@@ -78,7 +78,7 @@ def test_a_changed_prompt_is_not_remembered(policy):
     prompts = asked(1)
     memory = ReusedResponses(ResponseReuse(), policy, prompts)
     after(memory, [dict(prompts[0])], [0, 0, 1.0], 0)
-    assert not memory.entries
+    assert not memory.memory.entries
 
 
 def test_an_answer_of_the_replay_buffer_is_not_remembered_as_new(policy):
@@ -89,7 +89,7 @@ def test_an_answer_of_the_replay_buffer_is_not_remembered_as_new(policy):
     old = replace(old, rollout=marked(old.rollout, True))
     memory.observe(prompts, old)
     memory.groups(old, 0, None)
-    assert not memory.entries
+    assert not memory.memory.entries
 
 
 def test_families_that_cannot_be_shown_old_answers_are_refused():

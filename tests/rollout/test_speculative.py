@@ -246,7 +246,7 @@ def test_a_prompt_gets_its_own_last_answers_once():
     assert drafts.mask.any(1).tolist() == [True, True, False, False, False, False, False]
     assert torch.equal(drafts.ids[:2], rollout.sample[4:])
     stage.begin(3)
-    assert stage.drafts(prompts, 2) is None and not stage.stored
+    assert stage.drafts(prompts, 2) is None and not stage.memory.entries
 
 
 def test_a_run_keeps_most_of_its_answers_and_goes_on_from_a_checkpoint():

@@ -2,13 +2,13 @@
 again.
 
 A remembered row keeps everything that was recorded when it was sampled: tokens and their order, or
-the states of a path, with the log-probs under the weights of then. Its prompt is encoded anew.
+the states of a path, with the log-probs under the weights of then. Its prompt is encoded again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 import torch
@@ -23,15 +23,16 @@ from mmrl.core.types import (
     MaskTrace,
     Prompt,
     Provenance,
+    Records,
     Rewards,
     Rollout,
     TextAndPath,
     TokenOrder,
 )
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Drafts, Policy
 from mmrl.policies.contracts import Replays
-from mmrl.rollout.collect import appended, media_of, together
-from mmrl.rollout.stages import Drawn, Stage, outline
+from mmrl.rollout.collect import joined, padded
+from mmrl.rollout.stages import Drawn, Stage
 
 # of trajectories, those with more fields first
 KINDS: tuple[type[Fields], ...] = (TextAndPath, LatentPath, MaskTrace, TokenOrder)
@@ -42,10 +43,11 @@ class Remembered:
     """Holds answers to one prompt, of one iteration."""
 
     index: int  # of the prompt in the data
-    iteration: int  # in which they were sampled
+    iteration: int  # in which they were sampled; negative: they never age
     rollout: Rollout  # their rows, on the CPU, without condition
-    rewards: Rewards
-    used: int = 0
+    rewards: Rewards = field(default_factory=lambda: Rewards({}))
+    times: int = 0  # that they were trained on again, or cut off
+    rank: int = 0  # of the process that remembers them, as of ``gathered``
     row: int | None = None  # the row of a rollout whose place it takes; None: the group's last
 
     def total(self) -> Tensor:
@@ -74,6 +76,90 @@ def remembered(drawn: Drawn, rows: Tensor, index: int, iteration: int) -> Rememb
     return Remembered(index, iteration, stored.to("cpu"), Rewards(rewards, drawn.rewards.weights))
 
 
+def token_rows(rollout: Rollout) -> Rollout:
+    """Keep what a draft needs of token rows: the tokens, and their log-probs under the weights that
+    drew them."""
+    sampler = rollout.provenance.sampler_logprob
+    return Rollout(
+        group=torch.zeros_like(rollout.group),
+        row_id=rollout.row_id,
+        sample=rollout.sample,
+        mask=rollout.mask,
+        logprob=rollout.logprob if sampler is None else sampler,
+    )
+
+
+@dataclass
+class AnswerMemory:
+    """Remembers answers by the places of their prompts in the data."""
+
+    prompts: Sequence[Prompt]  # the data
+    entries: list[Remembered] = field(default_factory=list)  # the newest last
+
+    def by_prompt(self) -> dict[int, list[Remembered]]:
+        """Group the entries by prompt, in their order."""
+        answers: dict[int, list[Remembered]] = {}
+        for entry in self.entries:
+            answers.setdefault(entry.index, []).append(entry)
+        return answers
+
+    def forget(self, oldest: int) -> None:
+        """Forget what was sampled before iteration ``oldest``, but for what never ages."""
+        self.entries = [e for e in self.entries if e.iteration < 0 or e.iteration >= oldest]
+
+    def add(
+        self,
+        fresh: Sequence[Remembered],
+        per_prompt: int,
+        leaving: Callable[[list[int]], Sequence[int]],
+    ) -> None:
+        """Add entries; of a prompt the ``per_prompt`` newest stay. ``leaving`` chooses, of prompts
+        with those answered last at the end, the ones that are forgotten."""
+        answers = self.by_prompt()
+        for entry in fresh:
+            answers[entry.index] = [*answers.pop(entry.index, ()), entry]
+        for index in leaving([*answers]):
+            del answers[index]
+        self.entries = [e for of_prompt in answers.values() for e in of_prompt[-per_prompt:]]
+
+    def drafts(
+        self,
+        chosen: Sequence[Remembered | None],
+        sizes: Sequence[int],
+        lenience: float,
+        device: torch.device,
+    ) -> Drafts:
+        """Make drafts of remembered token rows: of each entry as many rows as ``sizes`` says, those
+        that it lacks empty."""
+        longest = max(entry.rollout.mask.shape[1] for entry in self.entries)
+        empty = padded(self.entries[0].rollout[:1].map(torch.zeros_like), longest)
+        parts = []
+        for entry, size in zip(chosen, sizes, strict=True):
+            known = empty[:0] if entry is None else padded(entry.rollout[:size], longest)
+            parts += [known, empty.repeat(size - len(known))]
+        rows = Rollout.cat(parts).to(device)
+        return Drafts(
+            ids=rows.sample,
+            mask=rows.mask,
+            logprob=rows.logprob,
+            full=None if rows.records is None else rows.record("full"),
+            lenience=torch.full((len(rows),), lenience, device=device),
+        )
+
+    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
+        return packed(self.entries)
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        """Take up entries, as far as the data still has their prompts."""
+        every = unpacked(tensors, plain)
+        self.entries = [entry for entry in every if entry.index < len(self.prompts)]
+
+
+def longest_ago(size: int) -> Callable[[list[int]], Sequence[int]]:
+    """Let the prompts leave that were answered longest ago, but for ``size``."""
+    return lambda prompts: prompts[:-size]
+
+
 class OldAnswers(Stage):
     """Remembers answers by their prompts' places in the data, for policies that can be shown old
     answers again."""
@@ -89,6 +175,7 @@ class OldAnswers(Stage):
                 f"again; it is for policies that derive from Replays, as those of mmrl"
             )
         self.replays: Replays = self.policy
+        self.memory = AnswerMemory(self.prompts)
         self.places = {id(prompt): i for i, prompt in enumerate(self.prompts)}
         # of prompts as the policy returned them in this iteration
         self.origins: dict[int, int] = {}
@@ -98,11 +185,41 @@ class OldAnswers(Stage):
         if not Replays.kept_by(policy):
             yield "", f"{called(policy)} cannot be shown old answers again: it has no recall"
 
+    def begin(self, iteration: int) -> None:
+        self.origins = {}
+
     def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
         for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
             # prompts that are changed on the way, by hints for instance, have other answers
             if id(prompt) in self.places:
                 self.origins[id(returned)] = self.places[id(prompt)]
+
+    def indices(self, rollout: Rollout) -> list[int]:
+        """Return the places in the data of a rollout's prompts; -1: they are not in it."""
+        return [self.origins.get(id(prompt), -1) for prompt in rollout.prompts]
+
+    def recalled(self, entries: Sequence[Remembered], rollout: Rollout) -> Rollout:
+        """Show the policy answers again: groups that can stand beside those of ``rollout``."""
+        cond, prompts = self.replays.recall([self.prompts[entry.index] for entry in entries])
+        parts = [
+            beside(entry, rollout).replace(prompts=(prompt,))
+            for entry, prompt in zip(entries, prompts, strict=True)
+        ]
+        return joined(parts).replace(cond=cond)
+
+    def refuse_trees(self, rollout: Rollout, what: str) -> None:
+        """Raise UserError for rows that are not to be taken one by one."""
+        if rollout.edge_id is not None:
+            raise UserError(
+                f"train.{self.option}: the samples of a tree share their beginnings and cannot be "
+                f"{what} one by one; sample without policy.tree"
+            )
+
+    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
+        return self.memory.state_dict()
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        self.memory.load_state_dict(tensors, plain)
 
 
 def marked(rollout: Rollout, replayed: bool) -> Rollout:
@@ -158,100 +275,6 @@ def with_marks(rollout: Rollout) -> Rollout:
     )
 
 
-def inserted(
-    policy: Policy, drawn: Drawn, chosen: Sequence[tuple[int, Remembered]], grows: bool
-) -> Drawn:
-    """Put answers in groups: in the places of their last rows, or of those that the answers name,
-    or behind the group. A collective call if rows are added, since they get new names."""
-    rollout = drawn.rollout
-    if rollout.provenance.is_replayed is None:
-        drawn = replace(drawn, rollout=marked(rollout, False))
-        rollout = drawn.rollout
-    if not chosen:
-        return renamed(drawn) if grows else drawn
-    device = rollout.group.device
-    new_rows: dict[int, list[int]] = {}
-    left: dict[int, list[int]] = {}
-    for place, (group, entry) in enumerate(chosen):
-        new_rows.setdefault(group, []).append(len(rollout) + place)
-        if entry.row is not None:
-            left.setdefault(group, []).append(entry.row)
-    order, replaced = _places(rollout, new_rows, grows, left)
-    last = {group: row for row, group in enumerate(rollout.group.tolist())}
-    parts = []
-    for group, entry in chosen:
-        old = rollout[last[group] : last[group] + 1]
-        # what is known of the prompt is that of the row it replaces
-        parts.append(
-            beside(entry, rollout).replace(
-                group=old.group,
-                row_id=old.row_id,
-                all_samples=old.all_samples,
-                drift=old.drift,
-                value=old.value,
-            )
-        )
-    whole = appended(rollout, *parts)
-    media = together([drawn.media, policy.decode(whole[len(rollout) :])])
-    rewards = {
-        name: torch.cat([value, *(entry.rewards[name].to(value) for _, entry in chosen)])[order]
-        for name, value in drawn.rewards.items()
-    }
-    plain = drawn.rewards.per_row()
-    lost = Rewards({name: value[replaced] for name, value in plain.items()}, plain.weights)
-    unused = ((outline(rollout)[replaced], lost),) if len(replaced) else ()
-    mixed = whole[order]
-    if not grows:
-        mixed = mixed.replace(row_id=rollout.row_id)
-    drawn = replace(
-        drawn,
-        rollout=mixed,
-        media=media_of(media, order.to(device)),
-        rewards=Rewards(rewards, drawn.rewards.weights),
-        unused=(*drawn.unused, *unused),
-    )
-    return renamed(drawn) if grows else drawn
-
-
-def _places(
-    rollout: Rollout,
-    new_rows: Mapping[int, Sequence[int]],
-    grows: bool,
-    left: Mapping[int, Sequence[int]],
-) -> tuple[Tensor, Tensor]:
-    """List the rows in their new order, and the old rows that are replaced: those ``left`` by a
-    group, else its last."""
-    device = rollout.group.device
-    group = rollout.group.tolist()
-    if not grows:
-        order = list(range(len(rollout)))
-        replaced: list[int] = []
-        for name, rows in new_rows.items():
-            last_places = [row for row, of in enumerate(group) if of == name][-len(rows) :]
-            own_places = left.get(name, last_places)
-            replaced += own_places
-            for place, row in zip(own_places, rows, strict=True):
-                order[place] = row
-        return torch.tensor(order, device=device), torch.tensor(replaced, device=device)
-    order = []
-    by_name = rollout.row_id.argsort().tolist()
-    for at, row in enumerate(by_name):
-        order.append(row)
-        if at + 1 == len(by_name) or group[by_name[at + 1]] != group[row]:
-            order += new_rows.get(group[row], [])
-    return torch.tensor(order, device=device), torch.zeros(0, dtype=torch.long, device=device)
-
-
-def renamed(drawn: Drawn) -> Drawn:
-    """Name the rows by their order over all processes; a collective call."""
-    rollout = drawn.rollout
-    device = rollout.group.device
-    rank, _ = distributed.world()
-    counts = distributed.all_gather_rows(torch.tensor([len(rollout)], device=device)).tolist()
-    names = torch.arange(len(rollout), device=device) + sum(counts[:rank])
-    return replace(drawn, rollout=rollout.replace(row_id=names))
-
-
 # ---------------------------------------------------------------------------------------------
 # checkpoints, and from process to process
 
@@ -268,55 +291,57 @@ def packed(entries: Sequence[Remembered]) -> tuple[dict[str, Tensor], list[dict[
             {
                 "index": entry.index,
                 "iteration": entry.iteration,
-                "used": entry.used,
+                "times": entry.times,
+                "rank": entry.rank,
                 "weights": entry.rewards.weights,
             }
         )
     return {name: tensor.contiguous() for name, tensor in tensors.items()}, plain
 
 
-def unpacked(tensors: Mapping[str, Tensor], plain: Any, prompts: int) -> list[Remembered]:
-    """Make entries of what ``packed`` returned, as far as the data still has their prompts."""
-    names: dict[int, list[str]] = {}
-    for name in tensors:
+def unpacked(tensors: Mapping[str, Tensor], plain: Any) -> list[Remembered]:
+    """Make entries of what ``packed`` returned."""
+    parts: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
         number, _, rest = name.partition("/")
-        names.setdefault(int(number), []).append(rest)
+        parts.setdefault(int(number), {})[rest] = tensor
     entries = []
     for n, entry in enumerate(plain or ()):
-        if entry["index"] < prompts:
-            rows = {name: tensors[f"{n}/{name}"] for name in names[n] if "/" not in name}
-            rewards = {name: tensors[f"{n}/reward/{name}"] for name in entry["weights"]}
-            entries.append(
-                Remembered(
-                    entry["index"],
-                    entry["iteration"],
-                    _rollout(rows),
-                    Rewards(rewards, entry["weights"]),
-                    entry["used"],
-                )
-            )
+        numbers = {name: value for name, value in entry.items() if name != "weights"}
+        weights = entry["weights"]
+        rows = {name: tensor for name, tensor in parts[n].items() if "/" not in name}
+        rewards = Rewards({name: parts[n][f"reward/{name}"] for name in weights}, weights)
+        entries.append(Remembered(rollout=_rollout(rows), rewards=rewards, **numbers))
     return entries
 
 
-def of_all_processes(entries: Sequence[Remembered], prompts: int) -> list[list[Remembered]]:
+def gathered(entries: Sequence[Remembered]) -> list[Remembered]:
     """Gather the entries of every process, in order of rank; a collective call."""
-    if distributed.world()[1] == 1:
-        return [list(entries)]
+    rank, processes = distributed.world()
+    for entry in entries:
+        entry.rank = rank
+    if processes == 1:
+        return [*entries]
     tensors, plain = packed(entries)
     parts = zip(
         distributed.all_gather_tensors(tensors), distributed.all_gather_json([plain]), strict=True
     )
-    return [unpacked(part, text, prompts) for part, text in parts]
+    return [entry for part in parts for entry in unpacked(*part)]
 
 
 def _rollout(rows: Mapping[str, Tensor]) -> Rollout:
     """Make a rollout of one prompt from the tensors that are stored of it."""
     kind = next((kind for kind in KINDS if _required(kind) <= set(rows)), None)
     rows = {**rows, "group": torch.zeros_like(rows["row_id"])}
+    path = {} if kind is None else _part(kind, rows)
+    provenance = _part(Provenance, rows)
+    own = _part(Rollout, rows)
+    records = {name: rows[name] for name in rows if name not in path | provenance | own}
     return Rollout(
-        trajectory=cast(Any, None if kind is None else kind(**_part(kind, rows))),
-        provenance=Provenance(**_part(Provenance, rows)),
-        **_part(Rollout, rows),
+        trajectory=cast(Any, None if kind is None else kind(**path)),
+        provenance=Provenance(**provenance),
+        records=Records(columns=records) if records else None,
+        **own,
     )
 
 

@@ -1,4 +1,4 @@
-"""Puts written answers in groups, scored by the policy and by the rewards."""
+"""Puts answers in groups: remembered ones, and written ones, which policy and rewards score."""
 
 from __future__ import annotations
 
@@ -11,13 +11,109 @@ from torch import Tensor
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt, Rewards, Rollout
+from mmrl.policies.base import Policy
 from mmrl.policies.contracts import Demonstrates
-from mmrl.rollout.stages import Drawn, Setup
-from mmrl.zoo.stages.answer_memory import Remembered, inserted, with_marks
+from mmrl.rollout.collect import appended, media_of, together
+from mmrl.rollout.stages import Drawn, Setup, outline
+from mmrl.zoo.stages.answer_memory import Remembered, beside, marked, with_marks
 from mmrl.zoo.stages.answers import Answer
 from samplers.noise import Rng
 
 Wanted = list[tuple[int, Prompt, Answer]]  # groups, their prompts, and answers that they get
+
+
+def inserted(
+    policy: Policy, drawn: Drawn, chosen: Sequence[tuple[int, Remembered]], grows: bool
+) -> Drawn:
+    """Put answers in groups: in the places of their last rows, or of those that the answers name,
+    or behind the group. A collective call if rows are added, since they get new names."""
+    rollout = drawn.rollout
+    if rollout.provenance.is_replayed is None:
+        drawn = replace(drawn, rollout=marked(rollout, False))
+        rollout = drawn.rollout
+    if not chosen:
+        return renamed(drawn) if grows else drawn
+    device = rollout.group.device
+    new_rows: dict[int, list[int]] = {}
+    left: dict[int, list[int]] = {}
+    for place, (group, entry) in enumerate(chosen):
+        new_rows.setdefault(group, []).append(len(rollout) + place)
+        if entry.row is not None:
+            left.setdefault(group, []).append(entry.row)
+    order, replaced = _places(rollout, new_rows, grows, left)
+    last = {group: row for row, group in enumerate(rollout.group.tolist())}
+    parts = []
+    for group, entry in chosen:
+        old = rollout[last[group] : last[group] + 1]
+        # what is known of the prompt is that of the row it replaces
+        parts.append(
+            beside(entry, rollout).replace(
+                group=old.group,
+                row_id=old.row_id,
+                all_samples=old.all_samples,
+                drift=old.drift,
+                value=old.value,
+            )
+        )
+    whole = appended(rollout, *parts)
+    media = together([drawn.media, policy.decode(whole[len(rollout) :])])
+    rewards = {
+        name: torch.cat([value, *(entry.rewards[name].to(value) for _, entry in chosen)])[order]
+        for name, value in drawn.rewards.items()
+    }
+    plain = drawn.rewards.per_row()
+    lost = Rewards({name: value[replaced] for name, value in plain.items()}, plain.weights)
+    unused = ((outline(rollout)[replaced], lost),) if len(replaced) else ()
+    mixed = whole[order]
+    if not grows:
+        mixed = mixed.replace(row_id=rollout.row_id)
+    drawn = replace(
+        drawn,
+        rollout=mixed,
+        media=media_of(media, order.to(device)),
+        rewards=Rewards(rewards, drawn.rewards.weights),
+        unused=(*drawn.unused, *unused),
+    )
+    return renamed(drawn) if grows else drawn
+
+
+def _places(
+    rollout: Rollout,
+    new_rows: Mapping[int, Sequence[int]],
+    grows: bool,
+    left: Mapping[int, Sequence[int]],
+) -> tuple[Tensor, Tensor]:
+    """List the rows in their new order, and the old rows that are replaced: those ``left`` by a
+    group, else its last."""
+    device = rollout.group.device
+    group = rollout.group.tolist()
+    if not grows:
+        order = list(range(len(rollout)))
+        replaced: list[int] = []
+        for name, rows in new_rows.items():
+            last_places = [row for row, of in enumerate(group) if of == name][-len(rows) :]
+            own_places = left.get(name, last_places)
+            replaced += own_places
+            for place, row in zip(own_places, rows, strict=True):
+                order[place] = row
+        return torch.tensor(order, device=device), torch.tensor(replaced, device=device)
+    order = []
+    by_name = rollout.row_id.argsort().tolist()
+    for at, row in enumerate(by_name):
+        order.append(row)
+        if at + 1 == len(by_name) or group[by_name[at + 1]] != group[row]:
+            order += new_rows.get(group[row], [])
+    return torch.tensor(order, device=device), torch.zeros(0, dtype=torch.long, device=device)
+
+
+def renamed(drawn: Drawn) -> Drawn:
+    """Name the rows by their order over all processes; a collective call."""
+    rollout = drawn.rollout
+    device = rollout.group.device
+    rank, _ = distributed.world()
+    counts = distributed.all_gather_rows(torch.tensor([len(rollout)], device=device)).tolist()
+    names = torch.arange(len(rollout), device=device) + sum(counts[:rank])
+    return replace(drawn, rollout=rollout.replace(row_id=names))
 
 
 def demonstrated(

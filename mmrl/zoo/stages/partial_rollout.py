@@ -11,7 +11,7 @@ the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,28 +23,15 @@ from mmrl.core import distributed
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Copies, Prompt, Rewards
+from mmrl.core.types import Copies, Prompt, Rewards, Rollout
 from mmrl.data.base import Curriculum
 from mmrl.policies.base import Drafts, Policy, RolloutContext
 from mmrl.policies.contracts import LimitsLength
 from mmrl.rollout.collect import media_of
 from mmrl.rollout.stages import Drawn, Sample, Setup
-from mmrl.zoo.stages.answer_memory import OldAnswers
+from mmrl.zoo.stages.answer_memory import OldAnswers, Remembered, gathered, token_rows
 from mmrl.zoo.stages.dynamic_sampling import exchanged
 from samplers.noise import Rng
-
-NAMES = ("ids", "mask", "logprob")  # of what is stored of a group
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """Holds the answers of a group of which some were cut off: ``ids``, ``mask`` and ``logprob``
-    [G, T] under the weights that drew each token. ``parts``: how often it was cut off."""
-
-    index: int  # of the prompt in the data
-    began: int  # iteration
-    parts: int
-    rows: Mapping[str, Tensor]
 
 
 @STAGES.register("partial_rollout")
@@ -57,8 +44,7 @@ class PartialRollouts(OldAnswers):
     prompts: Sequence[Prompt]
     group_size: int
     seed: int
-    waiting: list[Waiting] = field(default_factory=list)  # of all processes
-    continued: list[Waiting | None] = field(default_factory=list)  # in the call under way
+    continued: list[Remembered | None] = field(default_factory=list)  # in the call under way
     saved_as = option = "partial_rollout"
     effects = Effects(
         looks_at_samples=True, changes_sampling=True, exchanges_rows=True, in_dry_run=False
@@ -97,7 +83,7 @@ class PartialRollouts(OldAnswers):
         )
 
     def begin(self, iteration: int) -> None:
-        self.origins = {}
+        super().begin(iteration)
         self.limits.set_max_new_tokens(self.options.tokens)
 
     def context(self, context: RolloutContext) -> RolloutContext:
@@ -116,17 +102,20 @@ class PartialRollouts(OldAnswers):
     ) -> tuple[Drawn, dict[str, float]]:
         drawn = with_sampler(drawn)
         cut = self._cut(drawn, 1)
+        origins = self.indices(drawn.rollout)
         waiting = [
-            self._waiting(drawn, group, self.origins[id(drawn.rollout.prompts[group])], iteration)
+            Remembered(origins[group], iteration, rows_of(drawn, group), times=1)
             for group in cut
-            if id(drawn.rollout.prompts[group]) in self.origins
+            if origins[group] >= 0
         ]
         places = list(cut)
-        due = [w for w in self.waiting if iteration - w.began <= self.options.age]
-        dropped = len(self.waiting) - len(due)
+        before = len(self.memory.entries)
+        self.memory.forget(iteration - self.options.age)
+        due = self.memory.entries
+        dropped = before - len(due)
         for parts in range(1, math.ceil(self.longest / self.options.tokens)):
             resumed, entries = self._continue(
-                [w for w in due if w.parts == parts], parts, iteration, sample
+                [w for w in due if w.times == parts], parts, iteration, sample
             )
             if resumed is None:
                 continue
@@ -138,16 +127,17 @@ class PartialRollouts(OldAnswers):
             places = places[len(taken) :]
             waiting += [
                 replace(
-                    entries[group], parts=parts + (group in still), rows=rows_of(resumed, group)
+                    entries[group], times=parts + (group in still), rollout=rows_of(resumed, group)
                 )
                 for group in real
                 if group in still or group in left
             ]
-        self.waiting = self._of_all(waiting)
+        # of all processes, the oldest first
+        self.memory.entries = sorted(gathered(waiting), key=lambda entry: entry.iteration)
         counts = torch.tensor([len(places), len(cut)], device=drawn.rollout.group.device)
         unfinished, late = distributed.all_sum(counts).tolist()
         return without_reward(drawn, places), {
-            "partial/waiting": len(self.waiting),
+            "partial/waiting": len(self.memory.entries),
             "partial/cut": late,
             "partial/untrained": unfinished,
             "partial/dropped": dropped,
@@ -161,12 +151,9 @@ class PartialRollouts(OldAnswers):
         pairs = zip(drawn.media, drawn.rollout.group.tolist(), strict=True)
         return sorted({group for answer, group in pairs if not getattr(answer, "finished", True)})
 
-    def _waiting(self, drawn: Drawn, group: int, index: int, iteration: int) -> Waiting:
-        return Waiting(index, iteration, 1, rows_of(drawn, group))
-
     def _continue(
-        self, entries: list[Waiting], parts: int, iteration: int, sample: Sample
-    ) -> tuple[Drawn | None, list[Waiting]]:
+        self, entries: list[Remembered], parts: int, iteration: int, sample: Sample
+    ) -> tuple[Drawn | None, list[Remembered]]:
         """Go on with this process's share of groups that were cut off equally often. Every process
         samples equally many, what fills up is thrown away; None if there are none on any."""
         rank, size = distributed.world()
@@ -187,39 +174,8 @@ class PartialRollouts(OldAnswers):
 
     def _drafts(self, prompts: Sequence[Prompt], copies: Copies) -> Drafts:
         """Return what the groups under way have so far, all of which stays."""
-        known = [w.rows for w in self.continued if w is not None]
-        longest = max((rows["ids"].shape[1] for rows in known), default=1)
-        columns: dict[str, Tensor] = {}
-        for name, kind in zip(NAMES, (torch.long, torch.bool, torch.float32), strict=True):
-            table = torch.zeros(len(self.continued), self.group_size, longest, dtype=kind)
-            for place, entry in enumerate(self.continued):
-                if entry is not None:
-                    stored = entry.rows[name]
-                    table[place, :, : stored.shape[1]] = stored.to(kind)
-            columns[name] = table.flatten(0, 1).to(self.policy.device)
-        every = torch.full((len(columns["ids"]),), torch.inf, device=self.policy.device)
-        return Drafts(
-            ids=columns["ids"], mask=columns["mask"], logprob=columns["logprob"], lenience=every
-        )
-
-    def _of_all(self, local: Sequence[Waiting]) -> list[Waiting]:
-        """Gather what waits on all processes, the oldest first; a collective call."""
-        tensors, plain = _packed(local)
-        gathered = zip(
-            distributed.all_gather_tensors(tensors),
-            distributed.all_gather_json([plain]),
-            strict=True,
-        )
-        every = [entry for part, names in gathered for entry in _unpacked(part, names)]
-        return sorted(every, key=lambda entry: entry.began)
-
-    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
-        return _packed(self.waiting)
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        self.waiting = [
-            entry for entry in _unpacked(tensors, plain or []) if entry.index < len(self.prompts)
-        ]
+        sizes = [self.group_size] * len(self.continued)
+        return self.memory.drafts(self.continued, sizes, torch.inf, self.policy.device)
 
 
 def with_sampler(drawn: Drawn) -> Drawn:
@@ -231,7 +187,7 @@ def with_sampler(drawn: Drawn) -> Drawn:
     return replace(drawn, rollout=drawn.rollout.replace(provenance=provenance))
 
 
-def as_drawn(resumed: Drawn, local: Sequence[Waiting]) -> Drawn:
+def as_drawn(resumed: Drawn, local: Sequence[Remembered]) -> Drawn:
     """Put the log-probs of the weights that drew the tokens of earlier iterations in their
     places."""
     sampler = resumed.rollout.provenance.sampler_logprob
@@ -239,23 +195,19 @@ def as_drawn(resumed: Drawn, local: Sequence[Waiting]) -> Drawn:
     sampler = sampler.clone()
     for group, entry in enumerate(local):
         rows = (resumed.rollout.group == group).nonzero()[:, 0]
-        mask = entry.rows["mask"].to(sampler.device)
+        mask = entry.rollout.mask.to(sampler.device)
         width = mask.shape[1]
-        drawn_with = entry.rows["logprob"].to(sampler)
+        drawn_with = entry.rollout.logprob.to(sampler)
         sampler[rows, :width] = torch.where(mask, drawn_with, sampler[rows, :width])
     provenance = resumed.rollout.provenance.replace(sampler_logprob=sampler)
     return replace(resumed, rollout=resumed.rollout.replace(provenance=provenance))
 
 
-def rows_of(drawn: Drawn, group: int) -> dict[str, Tensor]:
-    """Return what is stored of a group."""
-    rollout = drawn.rollout
-    rows = (rollout.group == group).nonzero()[:, 0]
-    sampler = rollout.provenance.sampler_logprob
-    assert sampler is not None
-    columns = {"ids": rollout.sample, "mask": rollout.mask, "logprob": sampler}
-    longest = int(rollout.mask[rows].sum(1).max())
-    return {name: value[rows, :longest].cpu() for name, value in columns.items()}
+def rows_of(drawn: Drawn, group: int) -> Rollout:
+    """Return what is remembered of a group, as long as its longest answer."""
+    rows = token_rows(drawn.rollout)[drawn.rollout.group == group]
+    longest = int(rows.mask.sum(1).max())
+    return rows.map(lambda x: x[:, :longest] if x.ndim > 1 else x).to("cpu")
 
 
 def taken_over(drawn: Drawn, resumed: Drawn, chosen: Sequence[int], places: Sequence[int]) -> Drawn:
@@ -298,19 +250,3 @@ def _conditions(cond: Any, chosen: Sequence[int]) -> Any:
     if isinstance(cond, dict):
         return {key: _conditions(value, chosen) for key, value in cond.items()}
     return cond[torch.tensor(chosen, device=cond.device)] if isinstance(cond, Tensor) else cond
-
-
-def _packed(entries: Sequence[Waiting]) -> tuple[dict[str, Tensor], Any]:
-    tensors = {
-        f"{place}/{name}": value.contiguous()
-        for place, entry in enumerate(entries)
-        for name, value in entry.rows.items()
-    }
-    return tensors, [[entry.index, entry.began, entry.parts] for entry in entries]
-
-
-def _unpacked(tensors: Mapping[str, Tensor], plain: Any) -> list[Waiting]:
-    return [
-        Waiting(index, began, parts, {name: tensors[f"{place}/{name}"] for name in NAMES})
-        for place, (index, began, parts) in enumerate(plain)
-    ]

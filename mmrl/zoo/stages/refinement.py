@@ -17,9 +17,9 @@ from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.rollout.collect import evenly, rescored
 from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
-from mmrl.zoo.stages.answer_memory import Remembered, inserted, with_marks
+from mmrl.zoo.stages.answer_memory import Remembered, with_marks
 from mmrl.zoo.stages.answers import Answer
-from mmrl.zoo.stages.insertion import demonstrated
+from mmrl.zoo.stages.insertion import demonstrated, inserted
 from samplers.noise import Rng
 
 

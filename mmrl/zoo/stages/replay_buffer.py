@@ -9,7 +9,7 @@ the weights now over those of then, which the surrogate clips as it clips any ot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,18 +21,15 @@ from mmrl.core.effects import Effects
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.policies.base import Policy
-from mmrl.rollout.collect import joined
 from mmrl.rollout.stages import Drawn, Sample, Setup, group_sizes
 from mmrl.zoo.stages.answer_memory import (
     OldAnswers,
     Remembered,
-    beside,
     fits,
+    gathered,
     marked,
-    of_all_processes,
     packed,
     remembered,
-    unpacked,
 )
 from mmrl.zoo.stages.dynamic_sampling import exchanged, flat_groups
 
@@ -49,7 +46,6 @@ class ReplayBuffer(OldAnswers):
     options: Reuse
     policy: Policy
     prompts: Sequence[Prompt]
-    entries: list[Remembered] = field(default_factory=list)
     saved_as = "memory"
     option = "replay_buffer"
     effects = Effects(returns_rows=True)
@@ -64,9 +60,7 @@ class ReplayBuffer(OldAnswers):
     ) -> tuple[Drawn, dict[str, float]]:
         """Replace groups of equal rewards by remembered ones, as far as there are any; then
         remember the others."""
-        self.entries = [
-            entry for entry in self.entries if iteration - entry.iteration <= self.options.age
-        ]
+        self.memory.forget(iteration - self.options.age)
         count = len(drawn.rollout.prompts)
         # one stays, so that every process has something of this iteration to measure
         flat = flat_groups(drawn)[: min(int(self.options.share * count + 1e-9), count - 1)]
@@ -76,16 +70,15 @@ class ReplayBuffer(OldAnswers):
         if best:
             mixed = exchanged(mixed, self._recalled(best, mixed.rollout), places)
         for entry in best:
-            entry.used += 1
-        left = [entry for entry in self.entries if entry.used < self.options.times]
-        self.entries = sorted(
+            entry.times += 1
+        left = [entry for entry in self.memory.entries if entry.times < self.options.times]
+        self.memory.entries = sorted(
             [*left, *fresh], key=lambda entry: (-entry.spread(), -entry.iteration)
         )[: self.options.size]
-        self.origins = {}
         ages = sum(iteration - entry.iteration for entry in best)
         device = drawn.rollout.group.device
         sums = distributed.all_sum(
-            torch.tensor([len(best), ages, len(self.entries)], device=device).double()
+            torch.tensor([len(best), ages, len(self.memory.entries)], device=device).double()
         ).tolist()
         return mixed, {
             "reuse/groups": sums[0],
@@ -99,7 +92,8 @@ class ReplayBuffer(OldAnswers):
         """Find the best remembered group of the same size for each of the groups ``flat``, as far
         as there is one."""
         left = sorted(
-            self.entries, key=lambda entry: (-entry.spread(), -entry.iteration, entry.index)
+            self.memory.entries,
+            key=lambda entry: (-entry.spread(), -entry.iteration, entry.index),
         )
         places = []
         entries = []
@@ -115,42 +109,33 @@ class ReplayBuffer(OldAnswers):
                 entries.append(entry)
         return places, entries
 
-    def state_dict(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Return the entries of all processes, with the ``rank`` of each; a collective call."""
-        parts = of_all_processes(self.entries, len(self.prompts))
-        tensors, plain = packed([entry for part in parts for entry in part])
-        ranks = [rank for rank, part in enumerate(parts) for _ in part]
-        return tensors, [{**of, "rank": rank} for of, rank in zip(plain, ranks, strict=True)]
+    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
+        """Return the entries of all processes; a collective call."""
+        return packed(gathered(self.memory.entries))
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
         """Take up the entries of this process; with another number of processes, its share."""
+        super().load_state_dict(tensors, plain)
         rank, processes = distributed.world()
-        every = unpacked(tensors, plain, len(self.prompts))
-        ranks = [of.get("rank", 0) for of in plain or () if of["index"] < len(self.prompts)]
-        chosen = zip(every, ranks, strict=True)
-        self.entries = [entry for entry, owner in chosen if owner % processes == rank]
+        own = [entry for entry in self.memory.entries if entry.rank % processes == rank]
+        self.memory.entries = own
 
     def _worth(self, drawn: Drawn, iteration: int) -> list[Remembered]:
         """Make entries of the groups of ``drawn`` that could teach something later."""
         rollout = drawn.rollout
         entries = []
         useless = set(flat_groups(drawn))
-        for group, prompt in enumerate(rollout.prompts):
+        for group, index in enumerate(self.indices(rollout)):
             rows = (rollout.group == group).nonzero()[:, 0]
-            if id(prompt) in self.origins and group not in useless and len(rows) > 1:
-                entry = remembered(drawn, rows, self.origins[id(prompt)], iteration)
+            if index >= 0 and group not in useless and len(rows) > 1:
+                entry = remembered(drawn, rows, index, iteration)
                 if not entry.total().isnan().any():
                     entries.append(entry)
         return entries
 
     def _recalled(self, chosen: Sequence[Remembered], rollout: Rollout) -> Drawn:
-        """Recall the chosen answers, to prompts that are encoded anew."""
-        cond, prompts = self.replays.recall([self.prompts[entry.index] for entry in chosen])
-        parts = [
-            beside(entry, rollout).replace(prompts=(prompt,))
-            for entry, prompt in zip(chosen, prompts, strict=True)
-        ]
-        whole = joined(parts).replace(cond=cond)
+        """Recall the chosen answers, with the rewards that they earned."""
+        whole = self.recalled(chosen, rollout)
         names = chosen[0].rewards
         rewards = {
             name: torch.cat([entry.rewards[name] for entry in chosen]).to(rollout.logprob)

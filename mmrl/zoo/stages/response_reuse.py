@@ -30,15 +30,14 @@ from mmrl.policies.base import Policy
 from mmrl.rollout.collect import rescored
 from mmrl.rollout.stages import Drawn, Sample, Setup
 from mmrl.zoo.stages.answer_memory import (
+    AnswerMemory,
     OldAnswers,
     Remembered,
     fits,
-    inserted,
-    of_all_processes,
-    packed,
+    gathered,
     remembered,
-    unpacked,
 )
+from mmrl.zoo.stages.insertion import inserted
 from samplers.noise import Rng
 
 Chosen = list[tuple[int, Remembered]]  # groups, and answers that they get
@@ -63,7 +62,6 @@ class ReusedResponses(OldAnswers):
     prompts: Sequence[Prompt]
     seed: int = 0
     behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
-    entries: dict[int, list[Remembered]] = field(default_factory=dict)
     levels: dict[int, float] = field(default_factory=dict)  # moving mean rewards, with strata
     saved_as = option = "response_reuse"
     effects = Effects(returns_rows=True, in_dry_run=False)
@@ -82,21 +80,14 @@ class ReusedResponses(OldAnswers):
             return None
         return cls(options, setup.policy, setup.prompts, setup.options.seed, setup.behavior)
 
-    def begin(self, iteration: int) -> None:
-        self.origins = {}
-
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
     ) -> tuple[Drawn, dict[str, float]]:
         rollout = drawn.rollout
-        if rollout.edge_id is not None:
-            raise UserError(
-                "train.response_reuse: the samples of a tree share their beginnings and cannot "
-                "be chosen one by one; sample without policy.tree"
-            )
-        self._forget(iteration)
+        self.refuse_trees(rollout, "chosen")
+        self.memory.forget(iteration - self.options.age)
         right = self._right(drawn)
-        origins = [self.origins.get(id(prompt), -1) for prompt in rollout.prompts]
+        origins = self.indices(rollout)
         active = self.options.until is None or iteration < self.options.until
         chosen = self._chosen(rollout, right, origins, iteration) if active else []
         if self.options.strata is not None:
@@ -114,7 +105,7 @@ class ReusedResponses(OldAnswers):
         return mixed, {
             "response_reuse/groups": sums[0],
             "response_reuse/age": sums[1] / max(sums[2], 1),
-            "response_reuse/remembered": sum(map(len, self.entries.values())),
+            "response_reuse/remembered": len(self.memory.entries),
         }
 
     def _right(self, drawn: Drawn) -> Tensor:
@@ -130,13 +121,14 @@ class ReusedResponses(OldAnswers):
         """Choose which groups get which answers."""
         sizes = rollout.group.bincount(minlength=len(origins)).tolist()
         solved = set(rollout.group.cpu()[right].tolist())
+        known = self.memory.by_prompt()
         chosen: Chosen = []
         for group, index in enumerate(origins):
             needed = self.options.when == "always" or group not in solved
             if not sizes[group] or not needed:
                 continue
             most = self.options.number if self.grows else min(self.options.number, sizes[group] - 1)
-            answers = [e for e in self.entries.get(index, []) if fits(e, rollout)]
+            answers = [e for e in known.get(index, []) if fits(e, rollout)]
             rng = Rng.of(self.seed, iteration, "reuse", index)
             picked = PICKS[self.options.strategy](answers, most, rng)
             chosen += [(group, e) for e in (picked if self.grows else picked[:most])]
@@ -162,24 +154,19 @@ class ReusedResponses(OldAnswers):
             if index >= 0
             for row in of_prompt
         ]
-        self._keep([e for part in of_all_processes(local, len(self.prompts)) for e in part])
+        self._keep(gathered(local))
 
     def _keep(self, fresh: Sequence[Remembered]) -> None:
-        """Add answers; of a prompt the newest stay, and of prompts those answered last."""
-        for entry in fresh:
-            answers = self.entries.pop(entry.index, [])  # the newest stand last
-            self.entries[entry.index] = [*answers, entry][-self.options.per_prompt :]
-        for index in self._too_many():
-            del self.entries[index]
+        self.memory.add(fresh, self.options.per_prompt, self._too_many)
 
-    def _too_many(self) -> list[int]:
+    def _too_many(self, prompts: list[int]) -> list[int]:
         """List the prompts that leave the memory, of every stratum those answered longest ago."""
         if self.options.strata is None:
-            return list(self.entries)[: -self.options.size]
+            return prompts[: -self.options.size]
         strata = stratified(self.levels, self.options.strata)
         leaving = []
         for number, share in enumerate(self.options.strata):
-            held = [index for index in self.entries if strata.get(index, 1) == number]
+            held = [index for index in prompts if strata.get(index, 1) == number]
             leaving += held[: max(len(held) - max(1, round(share * self.options.size)), 0)]
         return leaving
 
@@ -192,14 +179,6 @@ class ReusedResponses(OldAnswers):
         for index, mean in distributed.all_gather_json(rows, drawn.rollout.group.device):
             before = self.levels.get(index, mean)
             self.levels[index] = before + self.options.rate * (mean - before)
-
-    def _forget(self, iteration: int) -> None:
-        oldest = iteration - self.options.age
-        left = {
-            i: [e for e in answers if e.iteration < 0 or e.iteration >= oldest]
-            for i, answers in self.entries.items()
-        }
-        self.entries = {index: answers for index, answers in left.items() if answers}
 
     def _current(self, rollout: Rollout) -> Rollout:
         """Record the log-probs under the weights of now; those that sampled stay beside them."""
@@ -217,14 +196,14 @@ class ReusedResponses(OldAnswers):
 
     def state_dict(self) -> tuple[dict[str, Tensor], Any]:
         """Return the answers, which every process knows, and the mean rewards of prompts."""
-        tensors, plain = packed([entry for answers in self.entries.values() for entry in answers])
+        tensors, plain = super().state_dict()
         return tensors, {"entries": plain, "levels": list(self.levels.items())}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        plain = plain if isinstance(plain, dict) else {"entries": plain}  # as it was once
-        self.entries = {}
-        self.levels = {int(index): mean for index, mean in plain.get("levels", ())}
-        self._keep(unpacked(tensors, plain["entries"], len(self.prompts)))
+        plain = plain or {"entries": (), "levels": ()}
+        self.levels = {int(index): mean for index, mean in plain["levels"]}
+        super().load_state_dict(tensors, plain["entries"])
+        self._keep(())  # as many as the options say now
 
 
 def _varied(answers: Sequence[Remembered], most: int, rng: Rng) -> Sequence[Remembered]:
@@ -280,5 +259,6 @@ def stored(path: Path, prompts: Sequence[Prompt]) -> list[Remembered]:
             f"the folder of a run that was trained with train.response_reuse"
         )
     plain = json.loads((known[-1] / "state.json").read_text())["meta"]["response_reuse"]["entries"]
-    entries = unpacked(read_tensors(known[-1] / "response_reuse.safetensors"), plain, len(prompts))
-    return [replace(entry, iteration=-1) for entry in entries]
+    memory = AnswerMemory(prompts)
+    memory.load_state_dict(read_tensors(known[-1] / "response_reuse.safetensors"), plain)
+    return [replace(entry, iteration=-1) for entry in memory.entries]

@@ -3,7 +3,7 @@ al. 2025, SPEC-RL)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,9 +20,13 @@ from mmrl.core.types import Copies, Prompt, per_prompt
 from mmrl.policies.base import Drafts, Policy, RolloutContext
 from mmrl.policies.draft_verification import all_logprobs
 from mmrl.rollout.stages import Drawn, Sample, Setup
-from mmrl.zoo.stages.answer_memory import OldAnswers
-
-NAMES = ("ids", "mask", "logprob", "full")  # of what is stored of a prompt's answers
+from mmrl.zoo.stages.answer_memory import (
+    OldAnswers,
+    Remembered,
+    gathered,
+    longest_ago,
+    token_rows,
+)
 
 
 @STAGES.register("speculative")
@@ -38,8 +42,6 @@ class SpeculativeRollouts(OldAnswers):
     policy: Policy
     prompts: Sequence[Prompt]
     behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
-    stored: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by place of the prompt
-    sampled_at: dict[int, int] = field(default_factory=dict)
     accepted: list[Tensor] = field(default_factory=list)
     iteration: int = 0
     saved_as = option = "speculative"
@@ -75,11 +77,10 @@ class SpeculativeRollouts(OldAnswers):
         return cls(options, setup.policy, setup.prompts, setup.behavior) if options else None
 
     def begin(self, iteration: int) -> None:
+        super().begin(iteration)
         self.iteration = iteration
-        self.origins = {}
         self.accepted = []
-        for index in [i for i, at in self.sampled_at.items() if iteration - at > self.options.age]:
-            del self.stored[index], self.sampled_at[index]
+        self.memory.forget(iteration - self.options.age)
 
     def context(self, context: RolloutContext) -> RolloutContext:
         return replace(context, drafts=self.drafts)
@@ -87,67 +88,36 @@ class SpeculativeRollouts(OldAnswers):
     def drafts(self, prompts: Sequence[Prompt], copies: Copies) -> Drafts | None:
         """Return the last answers to so many samples of each prompt; None if none is known on any
         process."""
-        sizes = per_prompt(copies, len(prompts))
         places = [self.places.get(id(prompt), -1) for prompt in prompts]
         # answers of this iteration, or to a prompt that is asked twice, would be copies of others
-        known = [
-            self.stored[i]
-            if i in self.stored and self.sampled_at[i] < self.iteration and i not in places[:n]
-            else None
-            for n, i in enumerate(places)
-        ]
+        last = {e.index: e for e in self.memory.entries if e.iteration < self.iteration}
+        known = [None if i in places[:n] else last.get(i) for n, i in enumerate(places)]
         device = self.policy.device
-        some = distributed.largest(int(any(answers is not None for answers in known)), device)
-        like = next((answers for answers in self.stored.values()), None)
-        if not some or like is None:
+        if not distributed.largest(int(any(entry is not None for entry in known)), device):
             return None
-        names = [name for name in NAMES if name in like]
-        longest = max(answers["ids"].shape[1] for answers in self.stored.values())
-        rows = {
-            name: torch.cat(
-                [
-                    _rows(answers, name, size, longest, like)
-                    for answers, size in zip(known, sizes, strict=True)
-                ]
-            ).to(device)
-            for name in names
-        }
-        lenience = torch.full((sum(sizes),), self.options.lenience, device=device)
-        return Drafts(**rows, lenience=lenience, accepted=self.accepted)
+        sizes = per_prompt(copies, len(prompts))
+        drafts = self.memory.drafts(known, sizes, self.options.lenience, device)
+        return replace(drafts, accepted=self.accepted)
 
     def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
         """Remember what was sampled, of all processes; a collective call."""
         rollout = drawn.rollout
-        truth = rollout.provenance.is_ground_truth
-        mask = rollout.mask if truth is None else rollout.mask & ~truth[:, None]
-        columns = {"ids": rollout.sample, "mask": mask, "logprob": rollout.logprob}
-        if rollout.provenance.sampler_logprob is not None:
-            columns["logprob"] = rollout.provenance.sampler_logprob
+        rows = token_rows(rollout)
+        if (truth := rollout.provenance.is_ground_truth) is not None:
+            rows = rows.replace(mask=rows.mask & ~truth[:, None])
         if self.options.exact:
             size = self.policy.fixed_batch_rows or len(rollout)
             with self.behavior():
-                columns["full"] = all_logprobs(self.policy, rollout, size)
-        group = rollout.group.cpu()
-        local: dict[str, Tensor] = {}
-        for place, prompt in enumerate(prompts):
-            index = self.places.get(id(prompt), -1)
-            if index >= 0:
-                rows = (group == place).nonzero()[:, 0].to(rollout.group.device)
-                local |= {f"{index}/{name}": value[rows].cpu() for name, value in columns.items()}
-        for part in distributed.all_gather_tensors(local):
-            self._store(part)
-
-    def _store(self, tensors: Mapping[str, Tensor]) -> None:
-        answers: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            number, _, name = key.partition("/")
-            answers.setdefault(int(number), {})[name] = value
-        for index in sorted(answers):
-            self.stored.pop(index, None)  # the newest stand last
-            self.stored[index] = answers[index]
-            self.sampled_at[index] = self.iteration
-        for index in list(self.stored)[: -self.options.size]:
-            del self.stored[index], self.sampled_at[index]
+                rows = rows.recorded("full", all_logprobs(self.policy, rollout, size))
+        local = [
+            Remembered(
+                self.places[id(prompt)], self.iteration, rows[rollout.group == place].to("cpu")
+            )
+            for place, prompt in enumerate(prompts)
+            if id(prompt) in self.places
+        ]
+        every = gathered(sorted(local, key=lambda entry: entry.index))
+        self.memory.add(every, 1, longest_ago(self.options.size))
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
@@ -162,34 +132,3 @@ class SpeculativeRollouts(OldAnswers):
             "speculative/drafts": sums[2],
             "speculative/whole": sums[3],
         }
-
-    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
-        tensors = {
-            f"{index}/{name}": value.contiguous()
-            for index, answers in self.stored.items()
-            for name, value in answers.items()
-        }
-        return tensors, {"order": [[index, self.sampled_at[index]] for index in self.stored]}
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        self.stored, self.sampled_at = {}, {}
-        for index, iteration in (plain or {}).get("order", ()):
-            if index < len(self.prompts):
-                keys = {name: f"{index}/{name}" for name in NAMES}
-                self.stored[index] = {n: tensors[key] for n, key in keys.items() if key in tensors}
-                self.sampled_at[index] = iteration
-
-
-def _rows(
-    answers: Mapping[str, Tensor] | None,
-    name: str,
-    size: int,
-    longest: int,
-    like: Mapping[str, Tensor],
-) -> Tensor:
-    """Return ``size`` rows of what is stored of a prompt, zeros where there is nothing."""
-    table = like[name].new_zeros(size, longest, *like[name].shape[2:])
-    if answers is not None:
-        stored = answers[name][:size]
-        table[: len(stored), : stored.shape[1]] = stored
-    return table

@@ -5,31 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmrl.config.options import PolicyDrift
 from mmrl.core import distributed
-from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rollout
 from mmrl.data.base import Curriculum
 from mmrl.policies.base import Policy
-from mmrl.rollout.collect import joined, rescored
+from mmrl.rollout.collect import rescored
 from mmrl.rollout.stages import Drawn, Sample, Setup
-from mmrl.zoo.stages.answer_memory import (
-    OldAnswers,
-    Remembered,
-    beside,
-    fits,
-    of_all_processes,
-    packed,
-    remembered,
-    unpacked,
-)
+from mmrl.zoo.stages.answer_memory import OldAnswers, fits, gathered, longest_ago, remembered
 
 
 @STAGES.register("policy_drift")
@@ -46,7 +35,6 @@ class Visits(OldAnswers):
     policy: Policy
     prompts: Sequence[Prompt]
     behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
-    entries: dict[int, Remembered] = field(default_factory=dict)  # last answers, by prompt
     saved_as = option = "policy_drift"
 
     @classmethod
@@ -56,19 +44,12 @@ class Visits(OldAnswers):
             return None
         return cls(options, setup.policy, setup.prompts, setup.behavior)
 
-    def begin(self, iteration: int) -> None:
-        self.origins = {}
-
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
     ) -> tuple[Drawn, dict[str, float]]:
         rollout = drawn.rollout
-        if rollout.edge_id is not None:
-            raise UserError(
-                "train.policy_drift: the samples of a tree share their beginnings and cannot be "
-                "remembered one by one; sample without policy.tree"
-            )
-        origins = [self.origins.get(id(prompt), -1) for prompt in rollout.prompts]
+        self.refuse_trees(rollout, "remembered")
+        origins = self.indices(rollout)
         moved = self._moved(rollout, origins)
         self._tell(rollout, moved)
         self._remember(drawn, origins, iteration)
@@ -86,19 +67,13 @@ class Visits(OldAnswers):
     def _moved(self, rollout: Rollout, origins: Sequence[int]) -> dict[int, float]:
         """Compute D of the groups whose prompts were answered before; a collective call."""
         present = set(rollout.group.tolist())
+        last = {entry.index: entry for entry in self.memory.entries}
         known = {
-            group: self.entries[index]
+            group: last[index]
             for group, index in enumerate(origins)
-            if group in present and index in self.entries and fits(self.entries[index], rollout)
+            if group in present and index in last and fits(last[index], rollout)
         }
-        old = rollout
-        if known:
-            cond, prompts = self.replays.recall([self.prompts[e.index] for e in known.values()])
-            parts = [
-                beside(entry, rollout).replace(prompts=(prompt,))
-                for entry, prompt in zip(known.values(), prompts, strict=True)
-            ]
-            old = joined(parts).replace(cond=cond)
+        old = self.recalled([*known.values()], rollout) if known else rollout
         chosen = torch.full_like(old.group, bool(known), dtype=torch.bool)
         with self.behavior():
             now = rescored(self.policy, old, chosen)
@@ -139,16 +114,4 @@ class Visits(OldAnswers):
             for index, of_prompt in rows.items()
             if index >= 0 and of_prompt
         ]
-        for part in of_all_processes(local, len(self.prompts)):
-            for entry in part:
-                self.entries.pop(entry.index, None)  # the newest stand last
-                self.entries[entry.index] = entry
-        for index in list(self.entries)[: -self.options.size]:
-            del self.entries[index]
-
-    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
-        return packed(list(self.entries.values()))
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        every = unpacked(tensors, plain, len(self.prompts))
-        self.entries = {entry.index: entry for entry in every}
+        self.memory.add(gathered(local), 1, longest_ago(self.options.size))

@@ -108,7 +108,7 @@ def test_old_answers_are_shown_again(kind, number):
     rows = 3 * number + torch.arange(3)
     media = policy.decode(rollout)
     entry = remembered(Drawn(rollout, media, Rewards({"r": torch.zeros(6)})), rows, 0, 0)
-    (again,) = unpacked(*packed([entry]), 1)
+    (again,) = unpacked(*packed([entry]))
     assert type(again.rollout.trajectory) is type(rollout.trajectory)
     shown = again.rollout.replace(cond=policy.encode(PROMPTS[number : number + 1]))
     for point in policy.path(shown):
