@@ -227,7 +227,11 @@ class Registry(dict[str, Plugin]):
         with suppress(KeyError):
             return self[name]
         own_name = NAMES_OF_THE_FIELD.get((self.kind, name))
-        hint = f"it is called {own_name!r} here" if own_name in self else suggest(name, self)
+        hint = f"it is called {own_name!r} here"
+        if own_name not in self:
+            hint = suggest(
+                name, [known for known, entry in self.items() if not self.refuses(entry)]
+            )
         raise UserError(f"unknown {self.kind} {name!r}; {hint}")
 
     def unfit(self, entry: Plugin) -> str:

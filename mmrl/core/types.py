@@ -146,22 +146,24 @@ class Records(Fields):
     """Holds what stages record of rows, by name: numbers [B, *], NaN where a row has none."""
 
     columns: Mapping[str, Tensor]
+    of_prompts: frozenset[str] = frozenset()  # the same for every row of a prompt
 
     def row_fields(self) -> dict[str, Tensor | Fields]:
         return {**self.columns}
 
     def map(self, fn: Callable[[Tensor], Any]) -> Records:
-        return Records(columns={name: fn(column) for name, column in self.columns.items()})
+        return self.replace(columns={name: fn(column) for name, column in self.columns.items()})
 
     @classmethod
     def cat(cls, parts: Sequence[Records]) -> Records:
         names = parts[0].columns
-        return cls(columns={n: torch.cat([part.columns[n] for part in parts]) for n in names})
+        columns = {n: torch.cat([part.columns[n] for part in parts]) for n in names}
+        return parts[0].replace(columns=columns)
 
     def of(self, rows: Rollout) -> Records:
         """Return the same columns of other rows, NaN where they have none."""
         known = {} if rows.records is None else rows.records.columns
-        return Records(
+        return self.replace(
             columns={
                 name: known[name]
                 if name in known
@@ -169,6 +171,11 @@ class Records(Fields):
                 for name, column in self.columns.items()
             }
         )
+
+    def of_prompt(self) -> Records:
+        """Keep what holds of any answer to the prompt."""
+        known = {name: self.columns[name] for name in self.columns if name in self.of_prompts}
+        return self.replace(columns=known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,10 +202,6 @@ class Rollout(Rows):
     trainable: Tensor | None = None
     # where prompts had further samples than these rows; None: they had not
     all_samples: PromptMoments | None = None
-    # [B] mean |change| of the log-probs of the last answers to the prompt, nats; None: unknown
-    drift: Tensor | None = None
-    # [B] reward that a value model predicts of the prompt; None: there is no such model
-    value: Tensor | None = None
     records: Records | None = None  # of stages; None: there is none
 
     @classmethod
@@ -209,17 +212,22 @@ class Rollout(Rows):
             parts = [part.replace(records=first.of(part)) for part in parts]
         return super().cat(parts)
 
-    def recorded(self, name: str, values: Tensor) -> Self:
-        """Return the rows with a record of that name, [B, *]."""
-        known = {} if self.records is None else self.records.columns
-        return self.replace(records=Records(columns={**known, name: values}))
+    def recorded(self, name: str, values: Tensor, of_prompts: bool = False) -> Self:
+        """Return the rows with a record of that name, [B, *]. ``of_prompts``: it is the same for
+        every row of a prompt, so that rows which join the group have it too."""
+        known = self.records or Records(columns={})
+        marked = known.of_prompts | {name} if of_prompts else known.of_prompts - {name}
+        columns = {**known.columns, name: values}
+        return self.replace(records=Records(columns=columns, of_prompts=marked))
 
-    def record(self, name: str) -> Tensor:
-        """Return what a stage recorded under a name, [B, *]; UserError where none did."""
+    def record(self, name: str, without: str = "") -> Tensor:
+        """Return what a stage recorded under a name, [B, *]; UserError where none did. ``without``
+        says then, in place of the usual sentence, what is missing and which option asks for it."""
         known = {} if self.records is None else self.records.columns
         if name not in known:
             raise UserError(
-                f"no stage records {name!r} of rows; add the one that does to train.stages, or "
+                without
+                or f"no stage records {name!r} of rows; add the one that does to train.stages, or "
                 f"take what is recorded: {', '.join(known) or 'nothing'}"
             )
         return known[name]
@@ -250,21 +258,6 @@ class Rollout(Rows):
                 "to true"
             )
         return self.entropy
-
-    def drifts(self) -> Tensor:
-        """Return ``drift`` [B]; UserError where the run does not measure it."""
-        if self.drift is None:
-            raise UserError(
-                "how far the policy has moved since it last met a prompt is not measured; set "
-                "train.policy_drift to {}"
-            )
-        return self.drift
-
-    def values(self) -> Tensor:
-        """Return ``value`` [B]; UserError where the run has no value model."""
-        if self.value is None:
-            raise UserError("no value of a prompt is predicted; set train.prompt_value to {}")
-        return self.value
 
     def path_mask(self) -> Tensor:
         """Return the decisions on the way to each row, [B, K] bool: on a tree also those of edges

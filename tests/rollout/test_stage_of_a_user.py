@@ -14,7 +14,11 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES, import_file, load_built_in
 from mmrl.core.types import Rollout
 from mmrl.experiment import changes, state
+from mmrl.zoo.stages.answer_memory import remembered
+from mmrl.zoo.stages.insertion import inserted
+from samplers.noise import Rng
 from tests.config.test_refusals import FLOW, SITUATIONS, SIZES, problems
+from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -93,6 +97,14 @@ def test_a_stage_that_an_option_asks_for_is_not_named():
     assert why.endswith("'replay_buffer' does not fit: train.replay_buffer asks for it; set that")
 
 
+def test_a_wrong_name_is_answered_by_those_that_can_be_named(stage):
+    (why,) = problems(FLOW | {"train": SIZES | {"stages": ["nothing"]}})
+    assert why.endswith("unknown stage 'nothing'; known: " + why.rpartition("known: ")[2])
+    assert why.rpartition("known: ")[2].split(", ") == sorted(
+        name for name, entry in STAGES.items() if not STAGES.unfit(entry)
+    )
+
+
 @pytest.mark.parametrize("family", ["flow", "causal"])
 def test_it_grows_groups_records_and_goes_on_from_a_checkpoint(stage, family):
     """The reward falls from call to call, so that the first answers stay the best."""
@@ -128,3 +140,14 @@ def test_rows_without_a_record_have_none():
     assert both.record("age")[:2].tolist() == [1, 2] and both.record("age")[2:].isnan().all()
     assert both[torch.tensor([1, 0])].record("age").tolist() == [2, 1]
     assert Rollout.cat([rows[2:4], known]).records is None
+
+
+def test_rows_that_join_a_group_have_what_is_recorded_of_its_prompt():
+    trainer = make_trainer()
+    drawn = trainer.sample(toys.prompts(1), Rng.of("rows"), 3)
+    rows = drawn.rollout.recorded("value", torch.full((3,), 0.5), of_prompts=True)
+    drawn = replace(drawn, rollout=rows.recorded("age", torch.arange(3.0)))
+    old = remembered(drawn, torch.tensor([0]), 0, 0)
+    mixed = inserted(trainer.policy, drawn, [(0, old)], grows=True).rollout
+    assert mixed.record("value").tolist() == [0.5] * 4
+    assert mixed.record("age")[:3].tolist() == [0, 1, 2] and mixed.record("age")[3].isnan()

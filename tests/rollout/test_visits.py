@@ -32,7 +32,9 @@ def test_the_answers_of_then_are_scored_again_by_the_weights_of_now(kind, answer
     prompts = [{**prompt, "entry": 10 + i} for i, prompt in enumerate(toys.prompts(3))]
     stage = Visits(PolicyDrift(answers=answers), policy, prompts)
     first, known, counts = exchange(stage, prompts[:2], [0.0] * 6, 0)
-    assert known.rollout.drifts().tolist() == [0.0] * 6 and counts["policy_drift/prompts"] == 0
+    assert (
+        known.rollout.record("drift").tolist() == [0.0] * 6 and counts["policy_drift/prompts"] == 0
+    )
     tensors, plain = stage.state_dict()
     moved(policy, 0.02)
     again = Visits(PolicyDrift(answers=answers), policy, prompts)
@@ -40,7 +42,7 @@ def test_the_answers_of_then_are_scored_again_by_the_weights_of_now(kind, answer
     results = []
     for one in (stage, again):
         _, known, counts = exchange(one, [prompts[1], prompts[2]], [0.0] * 6, 1)
-        results.append(known.rollout.drifts())
+        results.append(known.rollout.record("drift"))
         assert counts["policy_drift/prompts"] == 1
     assert torch.equal(*results)
     expected = []
@@ -70,7 +72,7 @@ def test_the_tracker_forgets_by_the_measured_drift():
         advantage(torch.tensor([1.0, 0.0]), rollout)
     drifts = [0.01, 5.0]
     drift = torch.tensor(drifts, dtype=torch.float64)
-    advantage(torch.tensor([1.0, 0.0]).double(), rollout.replace(drift=drift))
+    advantage(torch.tensor([1.0, 0.0]).double(), rollout.recorded("drift", drift))
     for name, reward, drift in zip("ab", [1.0, 0.0], drifts):
         rho = min(max(2 ** (-drift / 0.06), 0.875), 0.96)
         alpha, beta = rho / 2 + reward, rho / 2 + 1 - reward

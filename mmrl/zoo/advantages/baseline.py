@@ -28,6 +28,13 @@ from mmrl.zoo.advantages.quantities import surprisal
 from mmrl.zoo.advantages.shaping import Underneath
 from mmrl.zoo.curricula.statistics import Forgetting
 
+# where no stage has recorded them
+NO_VALUE = "no value of a prompt is predicted; set train.prompt_value to {}"
+NO_DRIFT = (
+    "how far the policy has moved since it last met a prompt is not measured; set "
+    "train.policy_drift to {}"
+)
+
 
 def read_references(path: Path, key: str) -> dict[str, list[float]]:
     """Read the reference rewards of every prompt; raise UserError with file and line."""
@@ -234,7 +241,8 @@ class PVPO:
         total = double.total()
         present = self._trained(rollout, groups)
         if self.learned:
-            advantage = total - rollout.values().to(total)
+            value = rollout.record("value", NO_VALUE)
+            advantage = total - value.to(total)
         else:
             advantage = total - self.references.of(total, groups, rollout)
         if self.scale == "batch":
@@ -388,7 +396,8 @@ class SingleStream:
         logprobs = dict(gathered(names, -surprisal(rollout), groups.present, row))
         drifts: dict[str, list[float]] = {}
         if self.drift == "kl":
-            drifts = dict(gathered(names, rollout.drifts().double(), groups.present, row))
+            drift = rollout.record("drift", NO_DRIFT).double()
+            drifts = dict(gathered(names, drift, groups.present, row))
         for name, rewards in gathered(names, total, groups.present, row):
             alpha, beta, *last = self._tracker(name)
             now = fmean(logprobs[name])

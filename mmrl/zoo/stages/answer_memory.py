@@ -66,8 +66,6 @@ def remembered(drawn: Drawn, rows: Tensor, index: int, iteration: int) -> Rememb
         prompts=(),
         group=torch.zeros_like(rows),
         all_samples=None,
-        drift=None,
-        value=None,
         records=None,
         advantage=None,
         provenance=rollout.provenance.replace(is_replayed=None),  # it will be, whatever it was
@@ -169,12 +167,7 @@ class OldAnswers(Stage):
     prompts: Sequence[Prompt]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, Replays):
-            raise UserError(
-                f"train.{self.option}: {type(self.policy).__name__} cannot be shown old answers "
-                f"again; it is for policies that derive from Replays, as those of mmrl"
-            )
-        self.replays: Replays = self.policy
+        self.replays = Replays.of(self.policy)
         self.memory = AnswerMemory(self.prompts)
         self.places = {id(prompt): i for i, prompt in enumerate(self.prompts)}
         # of prompts as the policy returned them in this iteration

@@ -51,8 +51,7 @@ def inserted(
                 group=old.group,
                 row_id=old.row_id,
                 all_samples=old.all_samples,
-                drift=old.drift,
-                value=old.value,
+                records=old.records and old.records.of_prompt(),
             )
         )
     whole = appended(rollout, *parts)

@@ -30,7 +30,8 @@ class PromptValues(KnowsPrompts):
     """Predicts the reward of every prompt by the policy's network and a head
     (``train.prompt_value``).
 
-    Rows get the value of their prompt before the model learns from the rewards of this iteration.
+    Rows get the value of their prompt (the record ``value`` [B]) before the model learns from the
+    rewards of this iteration.
     """
 
     saved_as = option = "prompt_value"
@@ -78,7 +79,8 @@ class PromptValues(KnowsPrompts):
         metrics = {"prompt_value/mean": mean / number}
         if self.options.learn:
             metrics["prompt_value/error"] = self._learn(drawn)
-        return replace(drawn, rollout=rollout.replace(value=of_rows.to(rollout.logprob))), metrics
+        rollout = rollout.recorded("value", of_rows.to(rollout.logprob), of_prompts=True)
+        return replace(drawn, rollout=rollout), metrics
 
     def _learn(self, drawn: Drawn) -> float:
         """Learn from the mean reward of every group that the policy sampled itself."""

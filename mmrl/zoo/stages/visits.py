@@ -26,9 +26,9 @@ from mmrl.zoo.stages.answer_memory import OldAnswers, fits, gathered, longest_ag
 class Visits(OldAnswers):
     """Scores each prompt's last answers again: how far the policy moved (``train.policy_drift``).
 
-    Advantage and data hear of D: |log p_then - log p_now|, the mean over an answer's decisions,
-    then over the answers that are remembered; 0 at the first visit. Every process remembers the
-    answers of all.
+    Advantage (the record ``drift`` [B], nats) and data hear of D: |log p_then - log p_now|, the
+    mean over an answer's decisions, then over the answers that are remembered; 0 at the first
+    visit. Every process remembers the answers of all.
     """
 
     options: PolicyDrift
@@ -59,7 +59,8 @@ class Visits(OldAnswers):
         sums = distributed.all_sum(
             torch.tensor([sum(moved.values()), len(moved)], device=rollout.group.device).double()
         ).tolist()
-        return replace(drawn, rollout=rollout.replace(drift=of_rows)), {
+        rollout = rollout.recorded("drift", of_rows, of_prompts=True)
+        return replace(drawn, rollout=rollout), {
             "policy_drift/mean": sums[0] / max(sums[1], 1),
             "policy_drift/prompts": sums[1],
         }
