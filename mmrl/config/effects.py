@@ -9,7 +9,7 @@ from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from mmrl.config.options import TrainOptions
-from mmrl.core.effects import REFUSED_AT_RESUME, Effects, Resumes
+from mmrl.core.effects import CHOOSES_WEIGHTS, Effects, Resumes
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, STAGES, Plugin, load_built_in, options
 
@@ -53,7 +53,7 @@ def of_policy(entry: Plugin, name: str) -> Effects:
         effects = None if parameter is None else _declared(parameter.annotation)
         if effects is not None:
             return effects
-    return REFUSED_AT_RESUME if name == "path" else NONE
+    return CHOOSES_WEIGHTS if name == "path" else NONE
 
 
 def options_that(entry: Plugin, does: Callable[[Effects], bool]) -> list[str]:

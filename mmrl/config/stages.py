@@ -13,15 +13,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mmrl.config import effects
 from mmrl.config.overrides import PLUGGED, SECTIONS
 from mmrl.config.values import Place, show
 from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import POLICIES
 
 Marks = dict[tuple[Any, ...], str]
 OPTIONS = ("train", "evaluate", "log", "alarms")
 OF_ALL = ("stages", "stage", "start", "run", "plugins")  # belong to the whole configuration
-# options of a policy that decide which weights it trains
-WEIGHTS = ("path", "net", "lora", "train", "vae", "vq", "shape")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -119,7 +119,7 @@ def _apart(
     if before[0] != policy[0]:
         yield f"stages.{name}.policy is {policy[0]}, but stage {last} trains {before[0]}; {remedy}"
         return
-    for option in WEIGHTS:
+    for option in _choosing_weights(policy[0]):
         earlier = before[1].get(option)
         later = policy[1].get(option)
         if earlier != later:
@@ -127,3 +127,8 @@ def _apart(
                 f"stages.{name}.policy.{policy[0]}.{option} is {show(later)}, but "
                 f"{show(earlier)} in stage {last}; {remedy}"
             )
+
+
+def _choosing_weights(policy: str) -> list[str]:
+    """List the options of a policy that decide which weights it trains."""
+    return effects.options_that(POLICIES.find(policy), lambda does: does.chooses_weights)

@@ -15,7 +15,7 @@ Resumes = Literal["free", "warned", "refused"]
 @dataclass(frozen=True)
 class Effects:
     """States what an option of ``train``, or a stage, does to an iteration; of options of a policy
-    only the last three are asked. What follows from others need not be said: who looks at samples
+    only the last four are asked. What follows from others need not be said: who looks at samples
     is idle without them, and who returns rows looks at them, exchanges and renames rows."""
 
     # does nothing where answers come from the data
@@ -42,6 +42,8 @@ class Effects:
     branches: bool = False
     # settles how many rows a pass has
     sizes_passes: bool = False
+    # decides which weights a policy trains: a stage that goes on with those of another has the same
+    chooses_weights: bool = False
 
     def __post_init__(self) -> None:
         follows = {
@@ -56,3 +58,4 @@ class Effects:
 
 FREE_AT_RESUME = Effects(resumes="free")  # where, how fast, what is kept of it: not what is learned
 REFUSED_AT_RESUME = Effects(resumes="refused")  # the run would be another
+CHOOSES_WEIGHTS = Effects(resumes="refused", chooses_weights=True)

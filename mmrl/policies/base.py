@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmrl.core import distributed
 from mmrl.core.distributions import Dist
-from mmrl.core.effects import REFUSED_AT_RESUME, Effects
+from mmrl.core.effects import CHOOSES_WEIGHTS, Effects
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.media import USUAL_RATE
@@ -72,7 +72,7 @@ class Policy(ABC):
     def __init__(
         self,
         net: nn.Module,
-        lora: Annotated[Lora | int | None, REFUSED_AT_RESUME] = None,
+        lora: Annotated[Lora | int | None, CHOOSES_WEIGHTS] = None,
         fixed_batch_rows: Annotated[int | None, SIZES_PASSES] = None,
         sampling_memory_gib: Annotated[Annotated[float, Gt(0)] | None, SIZES_PASSES] = None,
         record_entropy: bool = False,

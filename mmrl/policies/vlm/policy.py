@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.core import pretrained
 from mmrl.core.broken_rows import BrokenRows
-from mmrl.core.effects import FREE_AT_RESUME, REFUSED_AT_RESUME, Effects
+from mmrl.core.effects import CHOOSES_WEIGHTS, FREE_AT_RESUME, Effects
 from mmrl.core.host import sent
 from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES, locate
@@ -178,7 +178,7 @@ class VLM(
         remove_padding: Annotated[bool | None, FREE_AT_RESUME] = None,
         tree: Annotated[TextTree | None, Effects(branches=True)] = None,
         lora: Lora | int | None = None,
-        train: Annotated[Parts | None, REFUSED_AT_RESUME] = None,
+        train: Annotated[Parts | None, CHOOSES_WEIGHTS] = None,
         record_question_gain: bool = False,
         self_score: str | None = None,
         replay_routing: bool = False,

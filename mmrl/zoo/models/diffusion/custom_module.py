@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmrl.core import pretrained
 from mmrl.core.contract import check_memory, returned, unpacked
-from mmrl.core.effects import REFUSED_AT_RESUME
+from mmrl.core.effects import CHOOSES_WEIGHTS, Effects
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name
 from mmrl.core.types import Media, Prompt, Rollout
@@ -50,11 +50,11 @@ class Module(FlowPolicy, EncodesMedia):
 
     def __init__(
         self,
-        net: Annotated[str, REFUSED_AT_RESUME],
-        shape: Annotated[Sequence[Annotated[int, Ge(1)]], REFUSED_AT_RESUME],
+        net: Annotated[str, CHOOSES_WEIGHTS],
+        shape: Annotated[Sequence[Annotated[int, Ge(1)]], CHOOSES_WEIGHTS],
         field: str | None = "label",
         empty: Value | None = None,
-        vae: str | None = None,
+        vae: Annotated[str | None, Effects(chooses_weights=True)] = None,
         **options: Any,
     ):
         """Build the network. net: ``file.py:build`` or ``module:build``, a function without

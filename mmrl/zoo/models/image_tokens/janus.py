@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.core import pretrained
-from mmrl.core.effects import REFUSED_AT_RESUME
+from mmrl.core.effects import CHOOSES_WEIGHTS
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
@@ -163,7 +163,7 @@ class Janus(EncodedImagePolicy, KeepsWhole):
         path: str,
         dtype: Storage = "float32",
         attention: Kernel = "auto",
-        train: Annotated[Literal["language", "generation"], REFUSED_AT_RESUME] = "language",
+        train: Annotated[Literal["language", "generation"], CHOOSES_WEIGHTS] = "language",
         lora: Lora | int | None = None,
         **options: Any,
     ):

@@ -15,6 +15,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core import pretrained, weight_files
+from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
@@ -43,7 +44,7 @@ class LlamaGen(EncodedImagePolicy):
     def __init__(
         self,
         path: str,
-        vq: str | None = None,
+        vq: Annotated[str | None, Effects(chooses_weights=True)] = None,
         size: int | None = None,
         heads: int | None = None,
         text_encoder: str = "google/flan-t5-xl",

@@ -40,7 +40,7 @@ class VAR(EncodedImagePolicy):
     def __init__(
         self,
         path: str,
-        vae: str | None = None,
+        vae: Annotated[str | None, Effects(chooses_weights=True)] = None,
         scale_alpha: Annotated[float, Ge(0)] = 0.0,
         branch_at: Annotated[Count | None, Effects(branches=True)] = None,
         branches: Annotated[int, Ge(2)] = 2,
