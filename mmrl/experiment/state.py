@@ -57,9 +57,10 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
         meta["reward_weights"] = trainer.reward_weights.state_dict()
     if isinstance(trainer.prompts, Curriculum):
         meta["data"] = trainer.prompts.state_dict()
+    meta["stages"] = {}
     for stage in trainer.stages:
         if name := stage.saved_as:
-            arrays[name], meta[name] = stage.state_dict()
+            arrays[f"stage-{name}"], meta["stages"][name] = stage.state_dict()
     if trainer.device.scales_loss:
         meta["scaler"] = trainer.device.accelerator.scaler.state_dict()
     return arrays, meta
@@ -92,7 +93,8 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         trainer.prompts.load_state_dict(meta.get("data", {}))
     for stage in trainer.stages:
         if name := stage.saved_as:
-            stage.load_state_dict(arrays.get(name, {}), meta.get(name))
+            known = meta.get("stages", {}).get(name)
+            stage.load_state_dict(arrays.get(f"stage-{name}", {}), known)
     if trainer.device.scales_loss:
         trainer.device.accelerator.scaler.load_state_dict(meta["scaler"])
     _set_generators(meta["rng"])

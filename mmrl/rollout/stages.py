@@ -7,6 +7,7 @@ trainer calls every method of every stage, in the order of registration, then of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.groups import measured
+from mmrl.config.effects import unsupported
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
+from mmrl.core.errors import UserError
 from mmrl.core.host import on_host
 from mmrl.core.registry import STAGES, load_built_in
 from mmrl.core.types import Copies, Media, Prompt, PromptMoments, Provenance, Rewards, Rollout
@@ -151,14 +154,24 @@ class KnowsPrompts(Stage):
 
 def stages_of(setup: Setup) -> list[Stage]:
     """Make all registered stages that the options ask for, and those that ``train.stages`` has,
-    which one trainer does not share with another."""
+    which one trainer does not share with another. UserError for what the policy cannot do."""
     load_built_in()  # a program that makes its trainer itself may have imported none
+    for why in unsupported(setup.options, setup.policy):
+        raise UserError(why)
     kinds = [cast(type[Stage], entry) for entry in STAGES.values()]
     stages = [kind.build(setup) for kind in kinds]
     named: list[Stage] = deepcopy([*setup.options.stages])
     for stage in named:
         stage.meet(setup)
-    return [*(stage for stage in stages if stage is not None), *named]
+    every = [*(stage for stage in stages if stage is not None), *named]
+    for name, count in Counter(stage.saved_as for stage in every if stage.saved_as).items():
+        if count > 1:
+            raise UserError(
+                f"train.stages: {count} stages of this run keep their state in a checkpoint as "
+                f"{name!r}, so that only one would be saved: name a stage once, and give one of "
+                f"your own another saved_as"
+            )
+    return every
 
 
 def outline(rollout: Rollout) -> Rollout:

@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance, Rewards
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.surrogates import gspo
-from mmrl.rollout.stages import Drawn, Setup
+from mmrl.rollout.stages import Drawn, Setup, stages_of
 from mmrl.scoring.scorer import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
@@ -84,7 +84,7 @@ def test_what_cannot_be_refined_is_told(policy):
     with pytest.raises(UserError, match="no prompt has the field 'rubric'"):
         Refined.build(setup_of(policy, asked(1)))
     with pytest.raises(UserError, match="train.refinement: ToyCausal reads no criticism"):
-        Refined.build(setup_of(toys.ToyCausal(), toys.prompts(1)))
+        stages_of(setup_of(toys.ToyCausal(), toys.prompts(1)))
     with pytest.raises(UserError, match="template may hold"):
         Refinement(template="{question}")
     assert listed("7") == "7" and listed(["a", ("b", 1)]) == "- a\n- b"

@@ -12,6 +12,7 @@ from mmrl.config.options import AdaptiveRounds, ResponseReuse, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.experiment import state
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.rollout.stages import Setup, stages_of
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
@@ -93,8 +94,9 @@ def test_an_answer_of_the_replay_buffer_is_not_remembered_as_new(policy):
 
 
 def test_families_that_cannot_be_shown_old_answers_are_refused():
-    with pytest.raises(UserError, match="train.response_reuse: ToyBare"):
-        ReusedResponses(ResponseReuse(), toys.ToyBare(), [])
+    options = TrainOptions(1, 2, 2, 1, response_reuse=ResponseReuse())
+    with pytest.raises(UserError, match="train.response_reuse: ToyBare cannot be shown old"):
+        stages_of(Setup(options, toys.ToyBare(), [], {}))
 
 
 def some(texts, prompts):

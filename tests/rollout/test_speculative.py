@@ -272,7 +272,7 @@ def test_a_run_keeps_most_of_its_answers_and_goes_on_from_a_checkpoint():
 
 def test_models_that_draw_many_tokens_at_a_time_are_refused():
     with pytest.raises(UserError, match="train.speculative: ToyMasked cannot begin"):
-        SpeculativeRollouts(Speculative(), toys.ToyMasked(), [])
+        make_trainer("masked", speculative=Speculative())
 
 
 def test_refilling_and_drafts_exclude_each_other():

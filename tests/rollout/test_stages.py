@@ -100,13 +100,30 @@ def test_the_state_of_a_stage_is_in_the_checkpoint(registered):
     trainer = make_trainer()
     trainer.iterate()
     arrays, meta = state.capture(trainer)
-    assert meta["recorder"] == {"calls": 4}
+    assert meta["stages"]["recorder"] == {"calls": 4}
     again = make_trainer()
     state.restore(again, arrays, meta)
     assert again.stages[0].begun == 1
-    del arrays["recorder"], meta["recorder"]  # a run that had no such stage
+    del arrays["stage-recorder"], meta["stages"]  # a run that had no such stage
     state.restore(again, arrays, meta)
     assert again.stages[0].begun == 0
+
+
+def test_a_state_may_have_the_name_of_a_part_of_every_checkpoint(registered, monkeypatch):
+    monkeypatch.setattr(Recorder, "saved_as", "weights")
+    trainer = make_trainer()
+    trainer.iterate()
+    arrays, meta = state.capture(trainer)
+    again = make_trainer()
+    state.restore(again, arrays, meta)
+    assert again.stages[0].begun == 1
+    for one, two in zip(trainer.policy.net.parameters(), again.policy.net.parameters()):
+        assert torch.equal(one, two)
+
+
+def test_two_stages_of_one_name_in_a_checkpoint_are_refused(registered):
+    with pytest.raises(UserError, match="2 stages .* in a checkpoint as 'recorder', .* name a"):
+        make_trainer(stages=(Recorder(),))
 
 
 def test_a_plain_run_has_no_stage_and_each_option_brings_its_own():

@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards, per_prompt
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.vlm.policy import VLM
-from mmrl.rollout.stages import Drawn, Setup
+from mmrl.rollout.stages import Drawn, Setup, stages_of
 from mmrl.scoring import Scorer
 from mmrl.train.trainer import Trainer
 from mmrl.zoo.stages.temporal_contrast import Contrasted, has_video
@@ -151,7 +151,7 @@ def test_wrong_options_are_named():
         Contrasted.build(still)
     pictures = Setup(train, toys.ToyFlow(), asked(0.5), {"accuracy": None})
     with pytest.raises(UserError, match="ToyFlow sees no order of frames"):
-        Contrasted.build(pictures)
+        stages_of(pictures)
     assert any("ToyFlow sees no order" in line for line in unsupported_options(train, toys.ToyFlow))
     assert not [*unsupported_options(train, Answers)]
 

@@ -18,7 +18,7 @@ from mmrl.core.registry import load_built_in
 from mmrl.core.types import Point, Provenance, Renoised, Rewards, TokenOrder
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.terms.imitation import Imitation, Supervision
-from mmrl.rollout.stages import Drawn, Setup, set_apart
+from mmrl.rollout.stages import Drawn, Setup, set_apart, stages_of
 from mmrl.scoring.scorer import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
@@ -26,7 +26,6 @@ from mmrl.zoo.objectives import DPO, IPO
 from mmrl.zoo.objectives.group_loss import Groups, Samples
 from mmrl.zoo.objectives.preference import DiffusionDPO
 from mmrl.zoo.stages.answers import of_field, of_file
-from mmrl.zoo.stages.written_answers import Demonstrated
 from samplers.noise import Rng
 from tests.fixtures import demonstrations, toys
 from tests.fixtures.records import make_rollout
@@ -74,7 +73,8 @@ def stage_of(policy, prompts, **options):
     trainer = make_trainer(policy=policy)
     chosen = replace(trainer.options, demonstrations=Demonstrations(**options))
     setup = Setup(chosen, policy, prompts, {}, trainer._behavior, trainer._score)
-    return Demonstrated.build(setup)
+    (stage,) = stages_of(setup)
+    return stage
 
 
 def put(stage, prompts, rewards, iteration=0):

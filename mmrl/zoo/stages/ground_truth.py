@@ -10,7 +10,7 @@ from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError, called, suggest
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
-from mmrl.policies.base import Policy, RolloutContext
+from mmrl.policies.base import RolloutContext
 from mmrl.rollout.stages import Setup, Stage
 
 Writer = Callable[[Prompt], str | None]
@@ -35,7 +35,7 @@ class GroundTruth(Stage):
     @classmethod
     def build(cls, setup: Setup) -> GroundTruth | None:
         name = setup.options.ground_truth_rollout
-        return cls(writer(name, setup.rewards, setup.policy)) if name else None
+        return cls(writer(name, setup.rewards)) if name else None
 
     @classmethod
     def unfit(cls, options: Any, policy: Any) -> Iterator[tuple[str, str]]:
@@ -46,18 +46,13 @@ class GroundTruth(Stage):
         return replace(context, ground_truth=self.write)
 
 
-def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
+def writer(name: str, rewards: Mapping[str, Any]) -> Writer:
     """Find what writes the ground truth of a prompt: the reward of this name, or the prompt's field
     of this name.
 
-    None where the reward cannot say it, or the prompt has none. Raises UserError if the policy
-    writes no answers that could be given to it, or the reward knows no ground truths.
+    None where the reward cannot say it, or the prompt has none. Raises UserError if the reward
+    knows no ground truths.
     """
-    if not policy.capabilities.ground_truth:
-        raise UserError(
-            f"train.ground_truth_rollout: {type(policy).__name__} takes no answers of "
-            f"others; it is for vlm"
-        )
     if name not in rewards:
         return lambda prompt: None if prompt.get(name) is None else str(prompt[name])
     reward = getattr(

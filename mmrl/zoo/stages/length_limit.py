@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mmrl.core.effects import Effects
-from mmrl.core.errors import UserError, called
+from mmrl.core.errors import called
 from mmrl.core.registry import STAGES
 from mmrl.policies.base import Policy
 from mmrl.policies.contracts import LimitsLength
@@ -22,7 +22,7 @@ class LengthLimit(Stage):
 
     def __init__(self, policy: Policy, schedule: Sequence[tuple[int, int]]):
         """Take the ``schedule``: pairs (first iteration, tokens), in the order of iterations."""
-        self.policy = policy
+        self.policy = LimitsLength.of(policy)
         self.schedule = schedule
 
     @classmethod
@@ -40,10 +40,5 @@ class LengthLimit(Stage):
 
     def begin(self, iteration: int) -> None:
         due = [tokens for start, tokens in self.schedule if start <= iteration]
-        if not due:
-            return
-        if not isinstance(self.policy, LimitsLength):
-            raise UserError(
-                f"train.max_new_tokens_schedule: {type(self.policy).__name__} {LimitsLength.lack}"
-            )
-        self.policy.set_max_new_tokens(due[-1])
+        if due:
+            self.policy.set_max_new_tokens(due[-1])

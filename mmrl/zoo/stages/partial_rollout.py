@@ -11,7 +11,7 @@ the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from mmrl.config.options import PartialRollout
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, called
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, Rewards, Rollout
 from mmrl.data.base import Curriculum
@@ -52,12 +52,6 @@ class PartialRollouts(OldAnswers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        can_go_on = isinstance(self.policy, LimitsLength) and self.policy.capabilities.drafts
-        if not can_go_on:
-            raise UserError(
-                f"train.partial_rollout: {type(self.policy).__name__} cannot go on with an answer "
-                f"that was cut off; it is for vlm"
-            )
         self.limits = LimitsLength.of(self.policy)
         if why := self.limits.cannot_go_on():
             raise UserError(f"train.partial_rollout: {why}")
@@ -71,6 +65,14 @@ class PartialRollouts(OldAnswers):
             raise UserError(
                 f"train.partial_rollout.tokens: {self.options.tokens} is no less than the policy's "
                 f"max_new_tokens, {self.longest}, so that nothing would be cut off"
+            )
+
+    @classmethod
+    def unfit(cls, options: Any, policy: Any) -> Iterator[tuple[str, str]]:
+        if not (LimitsLength.kept_by(policy) and policy.capabilities.drafts):
+            yield (
+                "",
+                f"{called(policy)} cannot go on with an answer that was cut off; it is for vlm",
             )
 
     @classmethod

@@ -63,11 +63,6 @@ class Refined(KnowsPrompts):
         options = setup.options.refinement
         if options is None:
             return None
-        if setup.policy.capabilities.makes != "text":
-            raise UserError(
-                f"train.refinement: {type(setup.policy).__name__} reads no criticism of its "
-                f"answers; it is for policies that write texts"
-            )
         fields = [] if options.failed_by else [options.feedback]
         fields += [] if options.corrections is None else [options.corrections.field]
         if fields and all(prompt.get(name) is None for prompt in setup.prompts for name in fields):

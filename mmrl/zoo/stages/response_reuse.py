@@ -252,13 +252,14 @@ def stored(path: Path, prompts: Sequence[Prompt]) -> list[Remembered]:
         *sorted(path.glob("iteration-*")),
         *sorted(path.glob("checkpoints/iteration-*")),
     ]
-    known = [folder for folder in folders if (folder / "response_reuse.safetensors").is_file()]
+    tensors = "stage-response_reuse.safetensors"
+    known = [folder for folder in folders if (folder / tensors).is_file()]
     if not known:
         raise UserError(
             f"train.response_reuse.start: {path} has no checkpoint with remembered answers; name "
             f"the folder of a run that was trained with train.response_reuse"
         )
-    plain = json.loads((known[-1] / "state.json").read_text())["meta"]["response_reuse"]["entries"]
+    stages = json.loads((known[-1] / "state.json").read_text())["meta"]["stages"]
     memory = AnswerMemory(prompts)
-    memory.load_state_dict(read_tensors(known[-1] / "response_reuse.safetensors"), plain)
+    memory.load_state_dict(read_tensors(known[-1] / tensors), stages["response_reuse"]["entries"])
     return [replace(entry, iteration=-1) for entry in memory.entries]

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmrl.config.options import Speculative
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
-from mmrl.core.errors import UserError, called
+from mmrl.core.errors import called
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, per_prompt
 from mmrl.policies.base import Drafts, Policy, RolloutContext
@@ -52,15 +52,6 @@ class SpeculativeRollouts(OldAnswers):
         exchanges_rows=True,
         in_dry_run=False,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        can = self.policy.capabilities
-        if not (can.drafts and can.one_pass):
-            raise UserError(
-                f"train.speculative: {type(self.policy).__name__} cannot begin with an earlier "
-                f"answer; it is for models that draw tokens one after the other"
-            )
 
     @classmethod
     def unfit(cls, options: Any, policy: Any) -> Iterator[tuple[str, str]]:

@@ -56,11 +56,6 @@ class Contrasted(KnowsPrompts):
         options = setup.options.temporal_contrast
         if options is None:
             return None
-        if setup.policy.capabilities.makes != "text":
-            raise UserError(
-                f"train.temporal_contrast: {type(setup.policy).__name__} sees no order of frames; "
-                f"it is for policies that write texts about videos: leave it out"
-            )
         if options.reward not in setup.rewards:
             known = ", ".join(setup.rewards)
             raise UserError(

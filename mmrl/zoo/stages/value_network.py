@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from mmrl.config.options import PromptValue
 from mmrl.core import distributed
-from mmrl.core.errors import UserError
 from mmrl.core.sharding import in_step, is_sharded, like
 from mmrl.core.types import Prompt
 from mmrl.core.weights import block, local
 from mmrl.policies.base import Policy
-from mmrl.policies.contracts import ReadsPrompts, Replays
+from mmrl.policies.contracts import Replays
 from samplers.batching import chunks
 from samplers.noise import Rng
 
@@ -37,12 +36,6 @@ class ValueNetwork:
     """
 
     def __init__(self, policy: Policy, options: PromptValue, seed: int):
-        if options.base == "trained" and not isinstance(policy, ReadsPrompts):
-            raise UserError(
-                f"train.prompt_value: base: trained is for policies whose own network reads the "
-                f"prompt (vlm); {type(policy).__name__} sees what an encoder makes of it: set base "
-                f"to frozen"
-            )
         self.policy = Replays.of(policy)
         self.options = options
         self.rng = Rng.of(seed, "prompt_value")

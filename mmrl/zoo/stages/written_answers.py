@@ -51,11 +51,6 @@ class Demonstrated(KnowsPrompts):
         options = setup.options.demonstrations
         if options is None:
             return None
-        if not isinstance(setup.policy, Demonstrates):
-            raise UserError(
-                f"train.demonstrations: {type(setup.policy).__name__} takes no answers of others; "
-                f"it is for policies that derive from Demonstrates"
-            )
         known = of_field(options.field) if options.field else of_file(options.file(), options.key)
         if not any(known(prompt) for prompt in setup.prompts):
             raise UserError(
