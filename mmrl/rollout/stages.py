@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.groups import measured
-from mmrl.config.effects import unsupported
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
@@ -155,6 +154,8 @@ class KnowsPrompts(Stage):
 def stages_of(setup: Setup) -> list[Stage]:
     """Make all registered stages that the options ask for, and those that ``train.stages`` has,
     which one trainer does not share with another. UserError for what the policy cannot do."""
+    from mmrl.config.effects import unsupported
+
     load_built_in()  # a program that makes its trainer itself may have imported none
     for why in unsupported(setup.options, setup.policy):
         raise UserError(why)
