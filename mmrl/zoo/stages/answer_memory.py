@@ -328,13 +328,13 @@ def _rollout(rows: Mapping[str, Tensor]) -> Rollout:
     rows = {**rows, "group": torch.zeros_like(rows["row_id"])}
     path = {} if kind is None else _part(kind, rows)
     provenance = _part(Provenance, rows)
-    own = _part(Rollout, rows)
-    records = {name: rows[name] for name in rows if name not in path | provenance | own}
+    columns = _part(Rollout, rows)
+    records = {name: rows[name] for name in rows if name not in path | provenance | columns}
     return Rollout(
         trajectory=cast(Any, None if kind is None else kind(**path)),
         provenance=Provenance(**provenance),
         records=Records(columns=records) if records else None,
-        **own,
+        **columns,
     )
 
 

@@ -117,8 +117,8 @@ class ReplayBuffer(OldAnswers):
         """Take up the entries of this process; with another number of processes, its share."""
         super().load_state_dict(tensors, plain)
         rank, processes = distributed.world()
-        own = [entry for entry in self.memory.entries if entry.rank % processes == rank]
-        self.memory.entries = own
+        every = self.memory.entries
+        self.memory.entries = [entry for entry in every if entry.rank % processes == rank]
 
     def _worth(self, drawn: Drawn, iteration: int) -> list[Remembered]:
         """Make entries of the groups of ``drawn`` that could teach something later."""
