@@ -48,6 +48,9 @@ def test_the_first_hour_works_from_top_to_bottom(tmp_path, monkeypatch):
 
 def test_readme_and_start_page_promise_what_there_is():
     readme = (Path(DOCS).parent / "README.md").read_text()
-    for target in re.findall(r"\]\(([^)#\s]+)", readme):
-        assert (DOCS.parent / target).exists(), f"README.md leads to {target}"
-    assert len(readme.splitlines()) < 60, "README.md is one screen"
+    for page in ("README.md", "AGENTS.md", "CONTRIBUTING.md"):
+        text = (DOCS.parent / page).read_text()
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            assert (DOCS.parent / target).exists(), f"{page} leads to {target}"
+    lines = readme.splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) <= 120, "a stranger reads it in three minutes"
