@@ -171,7 +171,7 @@ class Judge:
     def __init__(self) -> None:
         self.session = Session.of(read(find_config("digits/flow_grpo"), []))
         self.policy, self.prompts = self.session.policy, self.session.prompts()
-        self.policy.fixed_batch_rows = 64
+        self.policy.pass_sizes.rows = 64
         self.policy.encode([*self.session.source.train, *self.prompts])
         self.scorer = self.session.judges()
 

@@ -495,8 +495,8 @@ def set_width(policy: Any, options: TrainOptions, meta: Mapping[str, Any] = {}) 
     """Give the passes of a policy the width they have in training: that of the configuration, or,
     where it was measured, the one in what a checkpoint holds (``meta``)."""
     if options.micro_batch_size == "auto" and meta.get("pass_rows"):
-        policy.fixed_batch_rows = int(meta["pass_rows"])
-    policy.fixed_batch_rows = policy.fixed_batch_rows or arithmetic(options).micro_batch
+        policy.pass_sizes.rows = int(meta["pass_rows"])
+    policy.pass_sizes.rows = policy.pass_sizes.rows or arithmetic(options).micro_batch
 
 
 def last_stage(run: Path) -> Path:

@@ -380,8 +380,8 @@ class KLTerm:
         """Return [N]: the log-ratio to the reference of every sample, summed over its decisions."""
         divergence = rollout.logprob.new_zeros(len(rollout))
         rollout = rollout.replace(mask=rollout.path_mask())  # of a tree, of every whole sample
-        size = policy.fixed_batch_rows or len(rollout)
-        for part, counts in policy.row_chunks(len(rollout), size):
+        size = policy.pass_sizes.rows or len(rollout)
+        for part, counts in policy.pass_sizes.chunks(len(rollout), size):
             for point in policy.path(rollout[part]):
                 gap = point.recorded - self.reference_at(policy, point).log_prob(point.target)
                 divergence[part] += row_sum(gap, point.mask & counts)[:, 0]

@@ -4,7 +4,7 @@ model."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,11 @@ import torch
 from annotated_types import Gt
 from torch import Tensor, nn
 
-from mmrl.core import distributed
 from mmrl.core.distributions import Dist
 from mmrl.core.effects import CHOOSES_WEIGHTS, Effects
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.media import USUAL_RATE
-from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
 from mmrl.policies.capabilities import Capabilities
@@ -29,11 +27,11 @@ from mmrl.policies.guidance import at_guidance as at_guidance
 from mmrl.policies.guidance import warn_of_mismatch as warn_of_mismatch
 from mmrl.policies.guidance import without_empty as without_empty
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
+from mmrl.policies.pass_sizes import PassSizes
 from mmrl.policies.rollout_context import NO_CONTEXT as NO_CONTEXT
 from mmrl.policies.rollout_context import Drafts as Drafts
 from mmrl.policies.rollout_context import Reads as Reads
 from mmrl.policies.rollout_context import RolloutContext as RolloutContext
-from samplers.batching import Attempt, attempts, chunks, rows_that_fit
 from samplers.noise import Rng
 
 SIZES_PASSES = Effects(resumes="free", sizes_passes=True)
@@ -91,20 +89,15 @@ class Policy(ABC):
             parameter.requires_grad_(False)
         self.net = net.eval()
         self.trained = net
-        # rows of every pass, so that log-probs repeat (architecture.md); None: as many as there are
-        self.fixed_batch_rows = fixed_batch_rows
-        # rows that fit the budget, measured once
-        self.sampling_memory_gib = sampling_memory_gib
         self.record_entropy = record_entropy
-        self.fitting = 0
         self.news: list[str] = []
+        self.pass_sizes = PassSizes(net, self.news, fixed_batch_rows, sampling_memory_gib)
         self.weights = Weights(net)
 
     # ----------------------------------------------------------------------------------------------
     # act: sampling, and scoring what was sampled
 
     guidance_scale: float | None = None  # of classifier-free guidance; None: it has none
-    sampling_memory_gib: float | None = None  # that a pass of sampling may allocate
     # whether log-probs are those of guided samples; "conditional" leaves guidance out
     logprob_guidance: LogprobGuidance = "guided"
     media_size: tuple[int, int] | None = None  # [height, width] of the pictures it makes
@@ -166,14 +159,12 @@ class Policy(ABC):
     # train: parameters, passes and what they need of memory
 
     # rows of one prompt share work, so they should share optimizer steps and passes
-    adjacent: bool = False
+    keep_groups_together: bool = False
     # a pass may leave trained weights out, such as those of a second expert
     find_unused_parameters: bool = False
     # a pass with gradients recorded that will not be used: not for the trainer's wrapper
     sampling: bool = False
     compiled: bool = False  # the network's passes are, by torch.compile
-    # most rows of a pass: what fitted the device's memory, or was fastest; None: no limit
-    most: int | None = None
 
     def active(self) -> nn.Module:
         """Choose the module for this pass: ``trained`` where gradients are recorded outside
@@ -193,73 +184,6 @@ class Policy(ABC):
     def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
         """Name the parameters that no output of a pass depends on."""
         return ()
-
-    def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
-        """Choose how many of ``rows`` rows are sampled at once; ``forward(n)`` is one pass of n
-        rows, run once to measure what it allocates."""
-        if self.sampling_memory_gib is None:
-            return min(self.fixed_batch_rows or rows, self.most or rows)
-        if not self.fitting:
-            most = distributed.largest(rows, self.device)  # all make the same passes to measure
-            try:
-                fitting = rows_that_fit(
-                    forward, int(self.sampling_memory_gib * 2**30), most, self.device
-                )
-            except ValueError as error:
-                raise UserError(
-                    f"policy option sampling_memory_gib = {self.sampling_memory_gib:g} GiB: {error}"
-                ) from error
-            # one number of passes on all processes
-            self.fitting = -int(distributed.all_max(torch.tensor(-fitting)))
-        return min(self.fitting, rows, self.most or rows)
-
-    def row_chunks(self, rows: int, size: int) -> Iterator[tuple[slice, bool]]:
-        """Cut rows into chunks of at most ``size``, for passes of the network, and tell which
-        count: where processes share its weights, one with fewer chunks passes its first row again
-        for nothing. A collective call there."""
-        return in_step(chunks(rows, size), slice(0, 1), self.device, sharded(self.net))
-
-    def attempts(self, size: int, least: int = 1) -> Iterator[Attempt]:
-        """Yield attempts at work in passes of at most ``size`` rows; after an out-of-memory error,
-        with half as many. From then on no pass is larger, and all are filled up to that width,
-        which keeps log-probs equal. UserError where even ``least`` rows do not fit."""
-        # several processes would no longer make equally many passes
-        alone = distributed.process()[1] == 1
-        width = self.fixed_batch_rows
-        rows = size
-        try:
-            for attempt in attempts(size, least if alone else size):
-                rows = attempt.rows
-                # or passes would be filled up to what did not fit
-                if rows < size and width:
-                    self.fixed_batch_rows = min(width, rows)
-                yield attempt
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"out of memory: {error}. Try train.gradient_checkpointing=true, "
-                f"policy.lora, a smaller "
-                "train.micro_batch_size, or a smaller size; `mmrl train CONFIG --dry-run` "
-                "estimates what is needed"
-            ) from error
-        if rows < size:
-            self.shrink(rows)
-
-    def shrink(self, rows: int) -> None:
-        """Limit every pass to ``rows`` rows from now on."""
-        self.most = rows
-        self.news.append(
-            f"out of memory: passes now have at most {rows} rows; "
-            f"train.micro_batch_size={rows} begins so"
-        )
-
-    def limit_passes(self, rows: int) -> None:
-        """Give every pass at most ``rows`` rows from now on, and fill all up to that width."""
-        self.most = rows
-        self.fixed_batch_rows = rows
-
-    def padded(self) -> int:
-        """Return the number of rows every pass is filled up to; 0, none, with a memory budget."""
-        return 0 if self.sampling_memory_gib is not None else self.fixed_batch_rows or 0
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """List the trained parameters in groups that share a learning rate."""

@@ -159,8 +159,8 @@ class TokenPolicy(Replays, WarpsLogits):
         entropies of their distributions, if recorded."""
         logprob = torch.zeros_like(rollout.logprob)
         entropy = None if rollout.entropy is None else torch.zeros_like(rollout.entropy)
-        size = min(self.fixed_batch_rows or len(rollout), len(rollout))
-        for part, counts in self.row_chunks(len(rollout), size):
+        size = min(self.pass_sizes.rows or len(rollout), len(rollout))
+        for part, counts in self.pass_sizes.chunks(len(rollout), size):
             for point in self.path(rollout[part]):
                 dist = self.dist(point)
                 where = point.mask & counts
@@ -255,10 +255,12 @@ class LogitsPolicy(TokenPolicy, Demonstrates):
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         cond = self.encode(prompts)
         hidden = torch.full((len(row), self.length), self.mask_id, device=self.device)
-        size = self.chunk(len(row), lambda n: self._trial(hidden[:n], cond, group[:n]))
+        size = self.pass_sizes.to_sample(
+            len(row), lambda n: self._trial(hidden[:n], cond, group[:n])
+        )
         parts = [
             (self._sample(group[p], row[p], cond, rng), counts)
-            for p, counts in self.row_chunks(len(row), size)
+            for p, counts in self.pass_sizes.chunks(len(row), size)
         ]
         rollout = Rollout.cat([part for part, counts in parts if counts])
         return self.with_divergence(rollout.replace(prompts=tuple(prompts)), size)
@@ -293,7 +295,7 @@ class CausalPolicy(LogitsPolicy):
             return super().rollout(prompts, copies, rng, context)
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         cond = self.encode(prompts)
-        size = self.fixed_batch_rows or len(row)
+        size = self.pass_sizes.rows or len(row)
         forced = verified(self, drafted(drafts, group, row, cond), drafts, rng, size)
         parts = [
             self._sample(group[p], row[p], cond, rng, forced.ids[p]) for p in chunks(len(row), size)
@@ -333,7 +335,7 @@ class CausalPolicy(LogitsPolicy):
         return self.with_recorded(rollout, torch.stack(values, 1))
 
     def _forward(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        logits: Tensor = at_width(self.logits, max(self.padded(), len(ids)), ids, cond)
+        logits: Tensor = at_width(self.logits, max(self.pass_sizes.width(), len(ids)), ids, cond)
         return logits
 
     def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:

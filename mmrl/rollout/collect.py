@@ -184,9 +184,11 @@ def rescored(policy: Policy, rollout: Rollout, rows: Tensor) -> Tensor:
     logprob = rollout.logprob.flatten().clone()
     places = torch.arange(len(logprob), device=logprob.device).double()
     chosen = rollout.replace(logprob=places.view_as(rollout.logprob))[rows]
-    size = policy.fixed_batch_rows or max(len(rollout), 1)
+    size = policy.pass_sizes.rows or max(len(rollout), 1)
     idle = rollout[:1].replace(logprob=places[: rollout.logprob.shape[1]][None])
-    idle = idle.replace(mask=torch.zeros_like(idle.mask) if policy.adjacent else idle.mask)
+    idle = idle.replace(
+        mask=torch.zeros_like(idle.mask) if policy.keep_groups_together else idle.mask
+    )
     parts = (chosen[part] for part in chunks(len(chosen), size))
     for part, counts in in_step(parts, idle, policy.device, sharded(policy.net)):
         for point in policy.path(part):

@@ -142,7 +142,7 @@ class Collector:
             group_sizes=tuple(group_sizes),
             idle_row=drawn.rollout[:1],
             longest=distributed.largest(drawn.rollout.mask.shape[1], drawn.rollout.group.device),
-            pass_rows=self.policy.fixed_batch_rows,
+            pass_rows=self.policy.pass_sizes.rows,
             metrics=metrics,
         )
         weighted = self._weighted(batch, drawn_shaped, rewards)

@@ -42,13 +42,13 @@ def fastest(policy: Policy, trial: Trial, plan: Plan, epochs: int) -> tuple[int,
 
     Raises UserError where no size fits the device's memory.
     """
-    widths = policy.fixed_batch_rows, policy.forwards
+    widths = policy.pass_sizes.rows, policy.forwards
     policy.sampling = True  # its own network: a wrapper would send gradients around
     try:
         measured = [_measured(policy, trial, rows) for rows in candidates(plan.micro_batch)]
     finally:
         policy.sampling = False
-        policy.fixed_batch_rows, policy.forwards = widths
+        policy.pass_sizes.rows, policy.forwards = widths
     costs = {each.rows: _iteration(each, trial, plan, epochs) for each in _agreed(measured, policy)}
     least = min(costs.values())
     if not math.isfinite(least):
@@ -68,7 +68,7 @@ def candidates(most: int) -> list[int]:
 
 def _measured(policy: Policy, trial: Trial, rows: int) -> Measured:
     """Time passes of one size, filled up to it as the run's would be."""
-    policy.fixed_batch_rows = rows
+    policy.pass_sizes.rows = rows
     try:
         training = timed(partial(_trained, policy, trial, rows), policy.device)
         sampling = timed(partial(_sampled, trial, rows), policy.device)

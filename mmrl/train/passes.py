@@ -39,7 +39,9 @@ class Passes:
                 f"train.train_batch_size {options.train_batch_size}: this objective compares whole "
                 f"groups, so it must be a multiple of train.group_size {options.group_size}"
             )
-        self.whole_groups = self.coupled == "groups" or (policy.adjacent and whole_steps)
+        self.whole_groups = self.coupled == "groups" or (
+            policy.keep_groups_together and whole_steps
+        )
 
     def steps(self, rollout: Rollout, sizes: Sequence[int], rng: Rng) -> Iterator[Rollout]:
         """Yield this process's rows of every optimizer step of an epoch; ``sizes``: of the groups
@@ -54,7 +56,7 @@ class Passes:
             points = self.objective.points(self.policy, rollout, rng) if len(rollout) else ()
             return (point.replace(on_policy=on_policy) for point in points)
 
-        if self.policy.adjacent or self.coupled:
+        if self.policy.keep_groups_together or self.coupled:
             points = Points(partial(iter, list(make())))
         else:
             points = Points(make)
@@ -64,7 +66,8 @@ class Passes:
 
     def most_rows(self) -> int:
         """Return the largest number of rows that a pass may have."""
-        return min(self.plan.micro_batch, self.policy.most or self.plan.micro_batch)
+        planned = self.plan.micro_batch
+        return min(planned, self.policy.pass_sizes.max_micro_batch or planned)
 
     def cut(
         self, batch: Batch, points: Points, rows: int, rng: Rng, couple: bool = False
@@ -76,7 +79,9 @@ class Passes:
         ``couple``: a coupled objective sees them all before the first is returned.
         """
         device = batch.idle_row.group.device
-        trained: Iterable[Point] = minibatches.passes(points, rows, self.policy.adjacent)
+        trained: Iterable[Point] = minibatches.passes(
+            points, rows, self.policy.keep_groups_together
+        )
         if self.objective.sums_kinds or self.policy.capabilities.decisions == "mixed":
             count, passes = self._by_kind(batch, points, rows, rng, iter(trained))
         else:
@@ -124,7 +129,7 @@ class Passes:
         joined = passes or idle
         coupled = self.objective.couple(Point.cat(joined), torch.cat(measured[: len(joined)]))
         parts = list(coupled.split(len(passes[0]))) if passes else []
-        if parts and self.policy.adjacent:
+        if parts and self.policy.keep_groups_together:
             minibatches.tell(coupled, parts)
         return parts
 

@@ -76,6 +76,6 @@ def _batch(policy: Policy, rollout: Rollout, rewards: Rewards, rows: int, prompt
         group_sizes=(size,) * prompts,
         idle_row=rollout[:1],
         longest=distributed.largest(rollout.mask.shape[1], rollout.group.device),
-        pass_rows=policy.fixed_batch_rows,
+        pass_rows=policy.pass_sizes.rows,
         metrics={},
     )

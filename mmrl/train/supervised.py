@@ -54,7 +54,7 @@ def collect(
         group_sizes=(1,) * rows,
         idle_row=rollout[:1],
         longest=distributed.largest(rollout.mask.shape[1], rollout.group.device),
-        pass_rows=policy.fixed_batch_rows,
+        pass_rows=policy.pass_sizes.rows,
         metrics={"samples/left_out": float(unused) / rows, "samples/total": rows},
     )
 

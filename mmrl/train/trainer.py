@@ -60,7 +60,7 @@ class Trainer(Collector):
         self.divergence = Divergence(policy.weights)
         prepared = self.device.prepare(policy, optimizer)
         self.pass_rows: int | None = None  # of every pass, where that was measured
-        policy.fixed_batch_rows = policy.fixed_batch_rows or self.plan.micro_batch
+        policy.pass_sizes.rows = policy.pass_sizes.rows or self.plan.micro_batch
         for name in self.snapshots():
             policy.weights.keep(name)
         checks.suits(objective, policy, options)
@@ -131,7 +131,7 @@ class Trainer(Collector):
     def limit_passes(self, rows: int) -> None:
         """Give all passes the size that was chosen, now or before a resume."""
         self.pass_rows = min(rows, self.plan.micro_batch)
-        self.policy.limit_passes(self.pass_rows)
+        self.policy.pass_sizes.fix(self.pass_rows)
 
     def held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
         """Measure the loss on held-out answers under the present weights, where the objective

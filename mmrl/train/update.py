@@ -99,7 +99,7 @@ class Update:
         sums = distributed.all_sum(minibatches.loss_total(points.outline, rollout, mode))
         trained, total = sums.tolist()
         with torch.enable_grad(), Meter().listening() as meter:
-            for attempt in self.policy.attempts(self.passes.most_rows()):
+            for attempt in self.policy.pass_sizes.attempts(self.passes.most_rows()):
                 with attempt as rows:
                     self.optimizer.zero_grad()
                     if trained > 0:
@@ -154,7 +154,7 @@ class Update:
         share = sums.new_full((), total / self.device.processes)
         meter.put("loss", torch.zeros_like(share), share)
         mark = meter.mark()
-        for attempt in self.policy.attempts(self.passes.most_rows()):
+        for attempt in self.policy.pass_sizes.attempts(self.passes.most_rows()):
             with attempt as rows, Meter().listening() as observed:
                 self.optimizer.zero_grad()
                 meter.restore(mark)
@@ -182,7 +182,7 @@ class Update:
         mark = meter.mark()
         behavior = self.policy.weights.using(self.objective.behavior_policy)
         with self.clock.time("old_log_prob"), behavior:
-            for attempt in self.policy.attempts(self.passes.most_rows()):
+            for attempt in self.policy.pass_sizes.attempts(self.passes.most_rows()):
                 with attempt as rows, Meter().listening() as observed:
                     meter.restore(mark)
                     scores = self._scores(batch, placed, rows)
@@ -242,7 +242,7 @@ class Update:
     def _check_logprobs(self, batch: Batch, observed: Meter) -> None:
         """Stop the run where re-scored log-probs are not the recorded ones; not where passes have
         just shrunk for want of memory, and so round differently from those that sampled."""
-        if self.policy.fixed_batch_rows == batch.pass_rows:
+        if self.policy.pass_sizes.rows == batch.pass_rows:
             logprob_gate.check(self.options, self.policy, self.objective, observed, batch.iteration)
 
     def _descend(self, meter: Meter) -> bool:

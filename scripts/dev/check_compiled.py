@@ -75,7 +75,7 @@ def tiny(family: str, dtype: str) -> Any:
 
     folder = str(tiny_vlms.folder(family))
     policy = VLM(folder, max_new_tokens=24, coordinate_space="original", dtype=dtype, refill="rows")
-    policy.fixed_batch_rows = 6
+    policy.pass_sizes.rows = 6
     policy.net.packs_sparse = False  # those passes are not compiled
     policy.ending = replace(policy.ending, stops=STOPS)
     return policy

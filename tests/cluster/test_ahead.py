@@ -12,7 +12,7 @@ from tests.fixtures import toys
 @pytest.mark.parametrize("family", ["flow", "causal"])
 def test_older_samples_are_scored_by_the_weights_of_now(family):
     policy = toys.make(family, double=True)
-    policy.fixed_batch_rows = 4
+    policy.pass_sizes.rows = 4
     with torch.no_grad():
         drawn = policy.rollout(toys.prompts(3), 4, Rng.of(0, "rollout"))
         same = corrected(policy, drawn)

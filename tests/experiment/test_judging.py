@@ -99,7 +99,7 @@ def test_what_rewards_remember_is_there_when_a_run_is_evaluated(tmp_path, monkey
     weights = SimpleNamespace(load=lambda arrays, name="live": None)
     session = SimpleNamespace(
         scorer=Scorer({"scheduled": schedule}),
-        policy=SimpleNamespace(weights=weights, fixed_batch_rows=8),
+        policy=SimpleNamespace(weights=weights, pass_sizes=SimpleNamespace(rows=8)),
         options=TrainOptions(2, 4, 8, 1),
     )
     meta = {"rewards": {"scheduled": {"iteration": 4}}}

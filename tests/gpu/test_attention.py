@@ -94,5 +94,7 @@ def test_a_pass_that_does_not_fit_is_halved():
     trainer.policy.velocity = velocity
     metrics = trainer.iterate()
     assert (
-        trainer.policy.most == 2 and trainer.policy.news and metrics["ratio/max_deviation"] < 1e-4
+        trainer.policy.pass_sizes.max_micro_batch == 2
+        and trainer.policy.news
+        and metrics["ratio/max_deviation"] < 1e-4
     )

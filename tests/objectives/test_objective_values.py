@@ -18,6 +18,7 @@ from mmrl.objectives.terms.entropy import Entropy, EntropyBonus
 from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.objectives.terms.off_policy import off_policy
 from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.pass_sizes import PassSizes
 from mmrl.policies.tokens import TokenPolicy
 from mmrl.zoo.objectives import (
     AWM,
@@ -44,7 +45,6 @@ from mmrl.zoo.objectives.group_loss import Groups, Samples
 from mmrl.zoo.objectives.grpo_guard import normalised
 from mmrl.zoo.objectives.reward_gradient import DIVERGENCES
 from mmrl.zoo.objectives.trust_region import gated
-from samplers.batching import chunks
 from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last, all_steps
@@ -798,16 +798,13 @@ class Spoken(Swapping):
     everywhere."""
 
     capabilities = Capabilities("categorical")
-    fixed_batch_rows = None
 
     def __init__(self, **logits):
         self.logits = logits
+        self.pass_sizes = PassSizes(torch.nn.Linear(1, 1), [])
 
     def dist(self, point):
         return Categorical(self.logits[self.name][point.row_id])
-
-    def row_chunks(self, rows, size):
-        return ((part, True) for part in chunks(rows, size))
 
     path = TokenPolicy.path
 
@@ -819,7 +816,7 @@ def spoken(width=None):
         for name in ("live", "ref", "old")
     }
     policy = Spoken(**tables)
-    policy.fixed_batch_rows = width
+    policy.pass_sizes.rows = width
     row = torch.arange(4)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
     rollout = make_rollout(

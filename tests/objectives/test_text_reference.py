@@ -124,7 +124,7 @@ class Recorded(Policy):
     """A policy whose rollout is always the batch above: token 0 was sampled everywhere."""
 
     capabilities = Capabilities("categorical")
-    adjacent = True
+    keep_groups_together = True
 
     def __init__(self, mask=MASK):
         super().__init__(Table(table(REF)))

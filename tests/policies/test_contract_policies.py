@@ -158,9 +158,9 @@ def leaves(nest):
 def test_scoring_repeats_sampling_to_the_bit(policy, rollout):
     """Or, where answers are sampled token by token and scored in one pass, up to rounding (see
     Point.on_policy)."""
-    for point in passes(policy.path(rollout), policy.fixed_batch_rows):
+    for point in passes(policy.path(rollout), policy.pass_sizes.rows):
         mixed = policy.capabilities.decisions == "mixed"
-        written = policy.adjacent or (mixed and point.step is None)
+        written = policy.keep_groups_together or (mixed and point.step is None)
         logp = policy.dist(point).log_prob(point.target)
         assert logp.shape == point.mask.shape == point.logprob.shape
         ratio = (logp - point.logprob).exp()[point.mask]
@@ -219,7 +219,7 @@ def test_pictures_lie_between_0_and_1(policy, rollout):
     if isinstance(media, torch.Tensor) and media.is_floating_point():
         assert media.ndim in (4, 5) and media.shape[-3] == 3 and not media.requires_grad
         assert media.min() >= 0 and media.max() <= 1
-        assert torch.equal(policy.decode(rollout[:2]), media[:2]) or policy.fixed_batch_rows is None
+        assert torch.equal(policy.decode(rollout[:2]), media[:2]) or policy.pass_sizes.rows is None
 
 
 def test_a_sample_depends_on_its_name_only(policy, rollout):

@@ -222,7 +222,7 @@ def test_a_step_reward_of_another_shape_is_refused(values):
 
 def rollout(family="flow", parts=1, scorer=None, **options):
     policy = toys.make(family, **options)
-    policy.fixed_batch_rows = 4
+    policy.pass_sizes.rows = 4
     found, media, scores = collect.draw(
         policy, toys.prompts(4), COPIES, Rng.of(3), scorer or Scorer({"a": toy}), parts
     )
@@ -318,7 +318,7 @@ def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
         assert_to_rounding(scores["a"], rewards["a"])
         assert found.prompts == whole.prompts
         policy = toys.make(family, **options)
-        policy.fixed_batch_rows = 4
+        policy.pass_sizes.rows = 4
         for one, other in zip(policy.path(found), policy.path(whole), strict=True):
             found_logp, whole_logp = (
                 policy.dist(point).log_prob(point.target) for point in (one, other)

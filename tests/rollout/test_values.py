@@ -83,7 +83,7 @@ def test_passes_change_nothing(rows):
     values = []
     for width in (None, rows):
         policy = double("causal")
-        policy.fixed_batch_rows = width
+        policy.pass_sizes.rows = width
         network = ValueNetwork(policy, PromptValue(steps=2), 1)
         network.learn(prompts, [i / 7 for i in range(7)])
         values.append(network.predict(prompts))
@@ -96,7 +96,7 @@ def test_a_process_without_prompts_makes_the_passes_of_the_others(monkeypatch):
     known = network.predict(toys.prompts(3))
     monkeypatch.setattr(distributed, "largest", lambda number, device: max(number, 2))
     monkeypatch.setattr(distributed, "all_sum", lambda x: x + 1 if x.ndim == 0 else x)
-    policy.fixed_batch_rows = 2
+    policy.pass_sizes.rows = 2
     assert network.learn([], [], toys.prompts(1)[0]) == 1
     assert network.step == 1 and network.of(toys.prompts(3)).tolist() == known
 

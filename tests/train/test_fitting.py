@@ -99,8 +99,8 @@ def test_a_run_out_of_memory_goes_on_in_smaller_passes_to_the_same_weights(gradi
         wanted = whole.iterate()
         found = small.iterate()
     assert (
-        small.policy.most == 4
-        and small.policy.fixed_batch_rows == 4
+        small.policy.pass_sizes.max_micro_batch == 4
+        and small.policy.pass_sizes.rows == 4
         and len(small.policy.news) == 1
     )
     assert "at most 4 rows; train.micro_batch_size=4" in small.policy.news[0]
@@ -137,8 +137,8 @@ def test_decoding_halves_by_itself_and_leaves_training_alone():
         torch.testing.assert_close(policy.decode(rollout), wanted, atol=1e-5, rtol=0)
     assert (
         policy.decoding == 1
-        and policy.fixed_batch_rows == 4
-        and policy.most is None
+        and policy.pass_sizes.rows == 4
+        and policy.pass_sizes.max_micro_batch is None
         and not policy.news
     )
 

@@ -108,13 +108,13 @@ def test_a_measured_run_is_that_of_the_number_to_the_bit_and_a_resume_does_not_m
     # by a number now: what was measured is past
     numbered = trainer(micro_batch_size=4)
     state.restore(numbered, arrays, meta)
-    assert numbered.pass_rows is None and numbered.policy.fixed_batch_rows == 4
+    assert numbered.pass_rows is None and numbered.policy.pass_sizes.rows == 4
     # evaluation, and a repetition, have the same width
     policy = toys.make("flow")
     set_width(policy, measured.options)
-    assert policy.fixed_batch_rows == 16
+    assert policy.pass_sizes.rows == 16
     set_width(policy, measured.options, meta)
-    assert policy.fixed_batch_rows == 8
+    assert policy.pass_sizes.rows == 8
 
 
 def test_a_repetition_takes_the_measured_size(tmp_path, monkeypatch):

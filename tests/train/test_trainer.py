@@ -467,7 +467,7 @@ def test_an_objective_adapts_after_every_iteration_and_data_are_watched_before()
 def test_policies_that_share_prefixes_get_whole_groups_where_they_fit(adjacent, batch_size, whole):
     policy = toys.make("causal")
     groups = []
-    policy.adjacent = adjacent
+    policy.keep_groups_together = adjacent
     trainer = make_trainer(policy=policy, train_batch_size=batch_size, micro_batch_size=None)
     points = trainer.objective.points
     trainer.objective.points = lambda policy, rollout, rng: (
@@ -488,8 +488,8 @@ def test_a_policy_knows_the_iteration_and_the_width_of_passes():
     trainer.policy.rollout = lambda *given: seen.append(given[3].iteration) or rollout(*given)
     for _ in range(3):
         trainer.iterate()
-    assert seen == [0, 1, 2] and trainer.policy.fixed_batch_rows == 16
-    assert make_trainer(policy=toys.make("flow", fixed_batch_rows=4)).policy.fixed_batch_rows == 4
+    assert seen == [0, 1, 2] and trainer.policy.pass_sizes.rows == 16
+    assert make_trainer(policy=toys.make("flow", fixed_batch_rows=4)).policy.pass_sizes.rows == 4
 
 
 def test_answers_grow_longer_when_it_is_time():

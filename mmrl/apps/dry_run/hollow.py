@@ -29,6 +29,7 @@ from mmrl.objectives.contracts import HasTeacher
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.pass_sizes import PassSizes
 from mmrl.policies.quantization import check_frozen
 from mmrl.scoring import Scorer
 from mmrl.train.batch import Batch
@@ -189,8 +190,7 @@ def _shrunk(policy: FlowPolicy) -> FlowPolicy:
         light.forwards = 0
         light.logprob_weight = None
     light.shape = (1,) * len(policy.shape)
-    light.fixed_batch_rows = None
-    light.sampling_memory_gib = None
+    light.pass_sizes = PassSizes(light.net, light.news)
     shrunk: FlowPolicy = light
     return shrunk
 

@@ -186,7 +186,7 @@ class RolloutWorkers:
         """Hand the sampling of prompts to the workers, in parts that are whole passes."""
         policy = self.trainer.policy
         stored, version = self._weights(policy)
-        rows = policy.fixed_batch_rows
+        rows = policy.pass_sizes.rows
         draws = [
             Draw(
                 [stored],

@@ -73,7 +73,7 @@ class RolloutWorker(Worker):
             self.policy.weights.load(tensors)
             self.policy.load_state_dict(state)
             self.version = draw.version
-        self.policy.fixed_batch_rows = draw.rows
+        self.policy.pass_sizes.rows = draw.rows
         before = self.policy.forwards
         with torch.no_grad():
             rollout = self.policy.rollout(draw.prompts, draw.copies, draw.rng, draw.context)

@@ -61,8 +61,8 @@ def check_independence(policy: FlowPasses, cond: Mapping[str, Any], prompts: int
             f"{float(t[0]):g}: its weights, its arithmetic (train.precision, policy option dtype), "
             f"or what its code divides by or takes the logarithm of are at fault"
         )
-    allowed = ALLOWED if policy.padded() else OTHER_WIDTH
-    together = policy.padded() != 1  # rows share passes
+    allowed = ALLOWED if policy.pass_sizes.width() else OTHER_WIDTH
+    together = policy.pass_sizes.width() != 1  # rows share passes
     # of a random network the gate of the log-probs speaks
     if together and apart > allowed >= random:
         name = type(policy).__name__

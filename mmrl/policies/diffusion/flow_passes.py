@@ -223,8 +223,8 @@ class FlowPasses(Policy):
         tree: filled up to the constant width they would cost as much as all leaves, so a pass of a
         tree goes to the next power of two."""
         if self.tree is None:
-            return self.padded()
-        return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
+            return self.pass_sizes.width()
+        return min(self.pass_sizes.width(), max(FEW, 1 << (rows - 1).bit_length()))
 
 
 def unguided(scale: float | Tensor) -> bool:

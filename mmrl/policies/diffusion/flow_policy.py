@@ -216,12 +216,12 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
         """Sample the rows named ``row`` [B] under the conditions ``cond`` [P, *], into which
         ``group`` [B] leads, with the paths to them."""
         plan = planned(self, copies, rng, context)
-        size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
+        size = self.pass_sizes.to_sample(len(row), lambda n: self._trial(group[:n], row[:n], cond))
         path = self._room(plan, len(row))
 
         # all trees grow together, in passes that hold the leaves of one at least
         leaves = plan.spans[0]
-        for attempt in self.attempts(max(size, leaves), least=leaves):
+        for attempt in self.pass_sizes.attempts(max(size, leaves), least=leaves):
             with attempt as rows:
                 blocks = self._blocks(group, row, cond, rng, plan, path, rows)
         visit = (
@@ -253,7 +253,7 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
         if plan.spans[0] > 1:
             return [self._sample(group, row, cond, rng, plan._replace(rows=rows), path)]
         blocks = []
-        for p, counts in self.row_chunks(len(row), rows):
+        for p, counts in self.pass_sizes.chunks(len(row), rows):
             room = path[p] if counts else torch.empty_like(path[p])
             block = self._sample(group[p], row[p], cond, rng, plan, room)
             blocks += [block] if counts else []

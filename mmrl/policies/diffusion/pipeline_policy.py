@@ -260,7 +260,7 @@ class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences, StartsFromLora):
             self.shape = self.latent_shape()
             raise
         self.media_size = size
-        self.decoding, self.fitting = None, 0  # samples of another size fit
+        self.decoding = self.pass_sizes.rows_that_fit = None  # samples of another size fit
         self.take_times()
 
     def _scales(self, point: Query) -> float | Tensor:
@@ -370,7 +370,7 @@ class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences, StartsFromLora):
         rows = len(rollout)
 
         try:
-            for attempt in attempts(min(self.fixed_batch_rows or rows, self.decoding or rows)):
+            for attempt in attempts(min(self.pass_sizes.rows or rows, self.decoding or rows)):
                 with attempt as size:
                     pixels = [
                         self.pixels(vae, rollout.sample[part].to(vae.dtype))

@@ -60,7 +60,7 @@ class ImageTokenPolicy(TokenPolicy, NamesSpaces):
     """
 
     capabilities = replace(TokenPolicy.capabilities, makes="image", drafts=True)
-    adjacent = True
+    keep_groups_together = True
     net: ImageNet
     guidance_scale: float
 
@@ -126,14 +126,14 @@ class ImageTokenPolicy(TokenPolicy, NamesSpaces):
         cond = self.encode(prompts)
         # passes of one token allocate alike: two show what all need
         few = 2 if self.net.token else None
-        size = self.chunk(
+        size = self.pass_sizes.to_sample(
             len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try"), few)
         )
         drafts = context.drafts(prompts, copies) if context.drafts else None
         if drafts is None:
             parts = [
                 (self._draw(cond, group[p], row[p], rng), counts)
-                for p, counts in self.row_chunks(len(row), size)
+                for p, counts in self.pass_sizes.chunks(len(row), size)
             ]
             rollout = Rollout.cat([part for part, counts in parts if counts]).replace(
                 prompts=tuple(prompts)
@@ -275,7 +275,7 @@ class ImageTokenPolicy(TokenPolicy, NamesSpaces):
     def images_of(self, ids: Tensor, rows: int) -> list[Tensor]:
         """Decode token ids [B, T] to images [b, 3, H, W] in 0..1, in passes of the width that
         ``rows`` rows have."""
-        size = self.fixed_batch_rows or rows
+        size = self.pass_sizes.rows or rows
         parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
         return [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]
 

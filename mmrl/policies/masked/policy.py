@@ -76,7 +76,7 @@ class MaskedDiffusion(LogitsPolicy, Remasks, NamesSpaces):
     # the rows of a group see different tokens in a pass
     not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks", "record_divergence")
     capabilities = replace(LogitsPolicy.capabilities, one_pass=False)
-    adjacent = True
+    keep_groups_together = True
     guidance_scale: float
 
     def __init__(

@@ -37,7 +37,7 @@ def with_ground_truth(
     corrected = rollout.replace(sample=ids, mask=mask)
     logprob = rollout.logprob.clone()
     entropy = None if rollout.entropy is None else rollout.entropy.clone()
-    for part, counts in policy.row_chunks(len(last), size):
+    for part, counts in policy.pass_sizes.chunks(len(last), size):
         scored = policy._scored(corrected[last[part]])
         new = written[last[part], None] & counts
         logprob[last[part]] = torch.where(new, scored.logprob, logprob[last[part]])

@@ -152,7 +152,7 @@ class VLM(
         ground_truth=True,
         drafts=True,
     )
-    adjacent = True
+    keep_groups_together = True
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class VLM(
         if self.tree is not None and self.growing:
             self.tree.fit(copies)
         row, group = rows_and_groups(prompts, copies, rng, self.device)
-        size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
+        size = self.pass_sizes.to_sample(len(row), lambda n: self._try(cond, group[:n]))
         drafts = context.drafts(prompts, copies) if context.drafts else None
         if drafts is not None:
             return self._speculated(drafts, cond, group, row, rng, size).replace(
@@ -379,7 +379,7 @@ class VLM(
         rollout = self.with_unknown(sourced(rollout, sent(mask.any(1), self.device)))
         if not score:
             return rollout
-        return with_self_scores(self, self.scored(rollout), self.fixed_batch_rows or len(row))
+        return with_self_scores(self, self.scored(rollout), self.pass_sizes.rows or len(row))
 
     def text_of(self, ids: list[int]) -> str:
         return self.inputs.decode(ids)
@@ -474,7 +474,7 @@ class VLM(
         as ``sampler_logprob``."""
         every = [
             (self._scored(rollout[part]), counts)
-            for part, counts in self.row_chunks(len(rollout), size)
+            for part, counts in self.pass_sizes.chunks(len(rollout), size)
         ]
         scored = [part for part, counts in every if counts]
         logprob = torch.cat([part.logprob for part in scored])

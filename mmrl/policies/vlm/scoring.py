@@ -377,7 +377,7 @@ class Passes(TokenPolicy, ReadsPrompts, Branches):
         answers."""
         busy = self.any_process if sharded(self.net) else None
         if self.plainly:
-            for rows_of_pass, counts in self.row_chunks(len(rows_at), size):
+            for rows_of_pass, counts in self.pass_sizes.chunks(len(rows_at), size):
                 part = rows_at[rows_of_pass]
                 inputs, _ = self.collated(cond, group[part], each=True)
                 written = generate_plainly(

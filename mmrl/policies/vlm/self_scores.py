@@ -28,7 +28,7 @@ def question_gain(policy: Passes, rollout: Rollout, size: int) -> Tensor:
     as_sampled = policy.warp == plain and rollout.provenance.sampler_logprob is None
     gains = []
     with _warped(policy, plain):
-        for part, counts in policy.row_chunks(len(rollout), size):
+        for part, counts in policy.pass_sizes.chunks(len(rollout), size):
             rows = rollout[part]
             with_question = rows.logprob if as_sampled else policy._scored(rows).logprob
             alone = rows.replace(cond=[empty], group=torch.zeros_like(rows.group))
@@ -41,7 +41,7 @@ def question_gain(policy: Passes, rollout: Rollout, size: int) -> Tensor:
 def last_logprob(policy: Passes, rollout: Rollout, size: int) -> Tensor:
     """Compute the log-prob [B] of the token ``self_score_id`` behind every answer, nats."""
     scores = []
-    for part, counts in policy.row_chunks(len(rollout), size):
+    for part, counts in policy.pass_sizes.chunks(len(rollout), size):
         (point,) = policy.path(rollout[part])
         longer = judged(point, policy.self_score_id or 0)
         logprob = policy.dist(longer).log_prob(longer.target)

@@ -277,7 +277,7 @@ def sepo(policy: Remasks, rollout: Rollout, rng: Rng, epoch: int | None = None) 
         for i in range(length)
     ]
     with torch.no_grad():
-        size = policy.fixed_batch_rows or len(rollout)
+        size = policy.pass_sizes.rows or len(rollout)
         token_logprobs = [
             torch.cat([policy.dist(p).log_prob(p.target)[:, i] for p in point.split(size)])
             for i, point in enumerate(points)

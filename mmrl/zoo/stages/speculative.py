@@ -97,7 +97,7 @@ class SpeculativeRollouts(OldAnswers):
         if (truth := rollout.provenance.is_ground_truth) is not None:
             rows = rows.replace(mask=rows.mask & ~truth[:, None])
         if self.options.exact:
-            size = self.policy.fixed_batch_rows or len(rollout)
+            size = self.policy.pass_sizes.rows or len(rollout)
             with self.behavior():
                 rows = rows.recorded("full", all_logprobs(self.policy, rollout, size))
         local = [

@@ -143,7 +143,7 @@ class ValueNetwork:
     ) -> Iterator[tuple[Sequence[Prompt], int]]:
         """Yield the prompts of each pass and how many of them count; every process makes equally
         many."""
-        rows = self.policy.fixed_batch_rows or ROWS
+        rows = self.policy.pass_sizes.rows or ROWS
         parts = (prompts[part] for part in chunks(len(prompts), rows))
         filler = prompts[:1] if idle is None else [idle]
         for part, counts in in_step(parts, filler, self.policy.device):

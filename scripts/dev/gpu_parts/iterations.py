@@ -154,7 +154,7 @@ def gap(setting: Setting) -> Iterator[Report]:
     for name, make in makers.items():
         policy = make()  # trains the tiny base where it is not cached: with gradients
         policy.net.to(models.device())
-        policy.fixed_batch_rows = 8
+        policy.pass_sizes.rows = 8
         with torch.no_grad():
             rollout = policy.rollout(bench.PROMPTS[:2], setting.scale.copies, Rng.of(0))
             gaps[name] = {}
@@ -164,5 +164,5 @@ def gap(setting: Setting) -> Iterator[Report]:
 
 
 def _gap(policy: FlowPolicy, rollout: Rollout, width: int) -> float:
-    policy.fixed_batch_rows = width
+    policy.pass_sizes.rows = width
     return rescored(policy, rollout, width)

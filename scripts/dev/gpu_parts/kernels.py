@@ -134,7 +134,7 @@ def sampling(setting: Setting) -> Report:
 def _sampling(policy: FlowPolicy, setting: Setting) -> Report:
     policy.net.to(models.device())
     copies = setting.scale.copies
-    policy.fixed_batch_rows = copies
+    policy.pass_sizes.rows = copies
     report: Report = {"rows": 2 * copies, "rows of a pass": copies}
 
     def sample() -> Rollout:

@@ -36,7 +36,7 @@ def quantized(setting: Setting) -> Report:
     for kind in KINDS:
         policy = models.sd3(setting.scale, quantization=kind)
         policy.net.to(models.device())
-        policy.fixed_batch_rows = ROWS
+        policy.pass_sizes.rows = ROWS
         if rollout is None:
             with torch.no_grad(), half():
                 rollout = policy.rollout(bench.PROMPTS[:2], 2, Rng.of(0))

@@ -246,7 +246,7 @@ def test_passes_that_hold_rows_of_several_steps_give_the_same_gradient():
     rollout = rollout.replace(advantage=torch.tensor([1.0, -1.0, 0.5, -2.0])[:, None])
     gradients = []
     for size in (4, 3):
-        policy.fixed_batch_rows = size
+        policy.pass_sizes.rows = size
         policy.net.zero_grad()
         for point in passes(policy.path(rollout), size):
             ratio = (policy.dist(point).log_prob(point.target) - point.recorded).exp()

@@ -157,7 +157,7 @@ def test_rows_of_uneven_groups_are_those_of_even_ones():
     policy = make("flux", steps=2, scheduler="lcm")
     with torch.no_grad():
         even, uneven = (policy.rollout(PROMPTS, n, Rng.of("same")) for n in (2, (2, 1)))
-        policy.fixed_batch_rows = 1
+        policy.pass_sizes.rows = 1
         single = policy.rollout(PROMPTS, (2, 1), Rng.of("same"))
     assert uneven.group.tolist() == [0, 0, 1]
     for rollout in (uneven, single):

@@ -55,7 +55,7 @@ def test_half_precision_scores_as_it_sampled(name):
     rollout = sampled(policy)
     assert rollout.logprob.dtype == rollout.sample.dtype == torch.float32
     assert not torch.equal(rollout.sample, rollout.sample.bfloat16().float())
-    policy.fixed_batch_rows = 3
+    policy.pass_sizes.rows = 3
     for point in policy.path(rollout.replace(advantage=SIGNS)):
         for part in point.split(3):
             with torch.no_grad():

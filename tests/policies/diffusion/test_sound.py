@@ -256,9 +256,9 @@ def test_rewards_get_each_video_with_its_own_sound(policy):
     rollout = sampled(policy, 2)
     with torch.no_grad():
         media = policy.decode(rollout)
-        policy.fixed_batch_rows = 3
+        policy.pass_sizes.rows = 3
         again = policy.decode(rollout)
-        policy.fixed_batch_rows = None
+        policy.pass_sizes.rows = None
     assert isinstance(again, SoundVideos) and again.sound.shape[:2] == (4, 2)
     torch.testing.assert_close(again.sound, media.sound, atol=1e-5, rtol=1e-4)
     assert torch.equal(again[torch.tensor([2, 0])].sound, again.sound[[2, 0]])

@@ -69,7 +69,7 @@ def test_a_draft_is_read_in_one_pass_and_drawn_on_from_what_is_kept(kind, size):
     them again; no kept block makes a pass of its own."""
     make, options = KINDS[kind]
     policy = make(**options, **RECORDS)
-    policy.fixed_batch_rows = size
+    policy.pass_sizes.rows = size
     prompts = [prompt | {"label": n} for n, prompt in enumerate(toys.prompts(2))]
     with torch.no_grad():
         old = policy.rollout(prompts, COPIES, Rng.of("old"))

@@ -272,7 +272,7 @@ def test_the_first_pass_looks_at_one_image_a_prompt(monkeypatch):
     )
     with torch.no_grad():
         together = policy.rollout(PROMPTS, 3, Rng.of(0))
-        policy.fixed_batch_rows = 4  # chunks that cut groups apart
+        policy.pass_sizes.rows = 4  # chunks that cut groups apart
         apart = policy.rollout(PROMPTS, 3, Rng.of(0))
     assert (
         rows == [2 * 2, 2 * 6, 2 * 6, 2 * 4, 2 * 4, 2 * 4, 2 * 1, 2 * 2, 2 * 2]

@@ -136,7 +136,7 @@ def test_passes_of_any_width_cover_every_decision_once(kind):
     policy = MAKE[kind]()
     rollout = rolled(policy)
     seen = torch.zeros_like(rollout.logprob)
-    for point in passes(policy.path(rollout), 4, policy.adjacent):
+    for point in passes(policy.path(rollout), 4, policy.keep_groups_together):
         logp = policy.dist(point).log_prob(point.target)
         torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
         flat = torch.isin(rollout.logprob, point.logprob[point.mask])
@@ -270,7 +270,7 @@ def test_neither_uneven_groups_nor_the_size_of_passes_changes_a_row(kind):
     rows = torch.arange(6)
     with torch.no_grad():
         whole = policy.rollout(prompts, (1, 3, 2), Rng.of("local"))
-        policy.fixed_batch_rows = 2
+        policy.pass_sizes.rows = 2
         cut = policy.rollout(prompts, (1, 3, 2), Rng.of("local"))
     assert whole.group.tolist() == [0, 1, 1, 1, 2, 2] and torch.equal(whole.row_id, rows)
     for name in ("sample", "logprob", "mask"):
@@ -281,7 +281,7 @@ def test_neither_uneven_groups_nor_the_size_of_passes_changes_a_row(kind):
     rollout = whole.replace(advantage=credit.nan_to_num(), mask=whole.mask & alive[:, None])
     for size in (1, 4):
         policy.net.zero_grad()
-        for point in passes(policy.path(rollout), size, policy.adjacent):
+        for point in passes(policy.path(rollout), size, policy.keep_groups_together):
             loss = PolicyGradient().loss(policy, point)
             (loss * point.mask).sum().backward()
         grads = [p.grad.flatten() for p in policy.net.parameters() if p.grad is not None]

@@ -59,7 +59,7 @@ def assert_equal(one, other, atol):
 @pytest.mark.parametrize("rows", [None, 4])
 def test_samples_are_those_of_copied_prompts(counted, refill, rows):
     vlm = sampler(refill=refill)
-    vlm.fixed_batch_rows = rows
+    vlm.pass_sizes.rows = rows
     together = rolled(vlm, ASKED, copies=6)
     lengths = together.mask.sum(1)
     assert lengths.min() < lengths.max()  # rows leave, and groups become ragged

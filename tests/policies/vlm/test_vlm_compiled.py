@@ -53,7 +53,7 @@ def plainly(policy):
 def test_they_compute_what_plain_passes_compute(vlm):
     for refill, rows, copies in (("none", None, 6), ("rows", 5, 5), ("longest", 4, 4)):
         vlm.refill = refill
-        vlm.fixed_batch_rows = rows
+        vlm.pass_sizes.rows = rows
         quick = rolled(vlm, ASKED, copies=copies)
         lengths = quick.mask.sum(1)
         assert lengths.min() < lengths.max()  # rows leave, or make room

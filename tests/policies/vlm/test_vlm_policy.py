@@ -221,7 +221,7 @@ def test_prompts_of_unlike_numbers_of_images_are_read_apart_where_the_family_nee
     torch.testing.assert_close(rollout.logprob, native(policy, rollout), atol=1e-5, rtol=1e-5)
     scored = logprobs(fresh, rollout)
     torch.testing.assert_close(scored.detach(), rollout.logprob, atol=1e-5, rtol=1e-5)
-    policy.fixed_batch_rows = 3
+    policy.pass_sizes.rows = 3
     assert torch.equal(rolled(policy, given, copies=2).sample, rollout.sample)
 
 
@@ -256,7 +256,7 @@ def test_pictures_past_the_cache_are_read_once_for_all_answers(monkeypatch):
         assert_near(gradient(shared, rollout[rows]), expected, 1e-12)
         assert len(expected) == len(list(shared.net.parameters()))
     shared.refill = "longest"
-    shared.fixed_batch_rows = 3
+    shared.pass_sizes.rows = 3
     again = rolled(shared, given, copies=[3, 2, 4, 2, 1])
     assert torch.equal(again.sample, rollout.sample)
     torch.testing.assert_close(again.logprob, rollout.logprob, atol=1e-12, rtol=0)
@@ -325,9 +325,9 @@ def test_a_text_among_images_is_itself(policy):
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 def test_no_width_changes_a_sample(policy, width):
     whole = rolled(policy)
-    policy.fixed_batch_rows = width
+    policy.pass_sizes.rows = width
     parts = rolled(policy)
-    policy.fixed_batch_rows = None
+    policy.pass_sizes.rows = None
     assert torch.equal(whole.sample, parts.sample) and torch.equal(whole.mask, parts.mask)
     torch.testing.assert_close(whole.logprob, parts.logprob, atol=1e-5, rtol=1e-5)
 

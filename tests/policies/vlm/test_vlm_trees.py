@@ -181,7 +181,7 @@ def test_samples_do_not_depend_on_parts_or_processes():
     alone = rolled(policy, given[1:2], copies=5, rng=Rng.of("vlm").after(5, 1))
     assert torch.equal(together.sample[5:10], alone.sample)
     assert torch.equal(together.edge_id[5:10], alone.edge_id)
-    policy.fixed_batch_rows = 5  # three parts of one tree each
+    policy.pass_sizes.rows = 5  # three parts of one tree each
     parts = rolled(policy, given, copies=5)
     assert torch.equal(parts.sample, together.sample)
     assert torch.equal(parts.edge_id, together.edge_id)

@@ -102,7 +102,7 @@ def test_answers_behind_a_copied_state_are_those_of_separate_prompts(name):
     assert lengths.min() < lengths.max()  # rows have left the batch
     for refill in ("none", "rows"):
         vlm = ending(name, stops, prefix_sharing="prefix", refill=refill)
-        vlm.fixed_batch_rows = 4
+        vlm.pass_sizes.rows = 4
         rollout = rolled(vlm, ASKED, copies=6)
         assert torch.equal(rollout.sample, wanted.sample)
         assert torch.equal(rollout.mask, wanted.mask)

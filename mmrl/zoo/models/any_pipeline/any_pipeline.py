@@ -345,7 +345,7 @@ class AnyPipeline(ReplayedPolicy, EncodesMedia):
                 raise self._cut_off(error) from error
             return pipeline_folder.media_of(media, self.pipeline)
 
-        most = min(self.fixed_batch_rows or rows, rows)
+        most = min(self.pass_sizes.rows or rows, rows)
         if type(getattr(self.replay.pipe, "vae", None)).__name__ in ALONE:
             most = 1
         for attempt in attempts(most):

@@ -129,7 +129,7 @@ class Module(FlowPolicy, EncodesMedia):
         pixels = rollout.sample
         if self.vae is not None:
             vae = self.vae.to(self.device)
-            parts = chunks(len(rollout), self.fixed_batch_rows or len(rollout))
+            parts = chunks(len(rollout), self.pass_sizes.rows or len(rollout))
             pixels = torch.cat([_pixels(vae, rollout.sample[part]) for part in parts])
         return (pixels / 2 + 0.5).clamp(0, 1)
 

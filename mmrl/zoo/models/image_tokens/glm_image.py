@@ -174,7 +174,7 @@ class GlmImage(ImageTokenPolicy):
             *(side // pipeline.vae_scale_factor for side in self.size),
         )
         noise = Rng.of("glm_image").normal(rollout.row_id, shape, NOISE, pipeline.transformer.dtype)
-        for part in chunks(len(ids), self.fixed_batch_rows or len(ids)):
+        for part in chunks(len(ids), self.pass_sizes.rows or len(ids)):
             with torch.autocast(ids.device.type, enabled=False):
                 images = pipeline(
                     prompt=texts[part],

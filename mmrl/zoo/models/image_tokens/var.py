@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,6 +85,7 @@ class VAR(EncodedImagePolicy):
         side = self.vae.quantize.sides[-1] * self.vae.factor
         self.media_size = (side, side)
         self.branches = branches if branch_at else 1
+        self.pass_sizes.multiple = self.branches
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
         labels = labels_of(prompts, self.net.shape.classes)
@@ -115,10 +116,6 @@ class VAR(EncodedImagePolicy):
                     f"be a multiple of it"
                 )
         return super().rollout(prompts, copies, rng, context)
-
-    def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
-        size = super().chunk(rows, forward)
-        return max(self.branches, size // self.branches * self.branches)
 
     def _draw(
         self,

@@ -165,7 +165,7 @@ class Amused(MaskedDiffusion, EncodesMedia):
     def decode(self, rollout: Rollout) -> Media:
         """Decode to images [B, 3, H, W] in 0..1."""
         vae = self.vae.to(self.device)
-        parts = chunks(len(rollout), self.fixed_batch_rows or len(rollout))
+        parts = chunks(len(rollout), self.pass_sizes.rows or len(rollout))
         return torch.cat([self._pixels(vae, rollout.sample[part]) for part in parts])
 
     def answer_ids(self, answers: Sequence[Any]) -> tuple[Tensor, Tensor]:

@@ -171,7 +171,7 @@ class MaskedImageLM(MaskedLM, EncodesMedia):
     def decode(self, rollout: Rollout) -> Media:
         """Decode to images [B, 3, H, W] in 0..1."""
         ids = rollout.sample.unflatten(1, (self.side, self.side))
-        parts = chunks(len(ids), self.fixed_batch_rows or len(ids))
+        parts = chunks(len(ids), self.pass_sizes.rows or len(ids))
         return torch.cat([self.pictures(self.codec, ids[part]) for part in parts])
 
 

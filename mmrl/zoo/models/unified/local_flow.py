@@ -210,7 +210,7 @@ class UnifiedFlow(FlowPolicy, EvaluatesGreedily, FillsIdleRows):
         warp = Warp(0.0, suppressed=self.texts_warp.suppressed) if greedy else self.texts_warp
         stops = torch.tensor(self.model.stops, dtype=torch.long, device=row.device)
         places = (limit > 0).nonzero()[:, 0]
-        size = min(self.fixed_batch_rows or len(row), self.most or len(row))
+        size = self.pass_sizes.most(len(row))
         busy = distributed.any_of if sharded(self.net) else None
         parts = (places[part] for part in chunks(len(places), size))
         for at, counts in in_step(parts, places.new_zeros(1), self.device, sharded(self.net)):
@@ -307,7 +307,7 @@ class UnifiedFlow(FlowPolicy, EvaluatesGreedily, FillsIdleRows):
         def logits(text: Tensor, known: dict[str, Tensor]) -> Tensor:
             return answer_logits(self.active(), known, text)
 
-        raw = at_width(logits, max(self.padded(), len(point)), point.state, shown)
+        raw = at_width(logits, max(self.pass_sizes.width(), len(point)), point.state, shown)
         warp = self.texts_warp
         whole = warp.untruncated(raw)
         if not warp.truncates:
@@ -340,7 +340,7 @@ class UnifiedFlow(FlowPolicy, EvaluatesGreedily, FillsIdleRows):
         W] and texts."""
         draws = rollout.cond["draws"][rollout.group]
         latents = rollout.sample[draws]
-        size = self.fixed_batch_rows or max(len(latents), 1)
+        size = self.pass_sizes.rows or max(len(latents), 1)
         parts = (latents[part] for part in chunks(len(latents), size))
         # shards are gathered for a pass of the whole network only
         decoder = partial(self.net, "images")

@@ -88,7 +88,7 @@ class UnifiedMasked(TokenPolicy, Demonstrates):
     """
 
     capabilities = Capabilities("categorical", one_pass=False)
-    adjacent = True
+    keep_groups_together = True
     find_unused_parameters = True
     not_options = (
         "net",
@@ -178,7 +178,7 @@ class UnifiedMasked(TokenPolicy, Demonstrates):
         row, group = rows_and_groups(prompts, copies, rng, self.device)
         cond = self.encode(prompts)
         draws = cond["draws"][group]
-        size = min(self.fixed_batch_rows or len(row), self.most or len(row))
+        size = self.pass_sizes.most(len(row))
         samples = []
         places = []
         for draws_it, view in self.kinds:
@@ -201,7 +201,7 @@ class UnifiedMasked(TokenPolicy, Demonstrates):
     @contextmanager
     def _counted(self, view: View) -> Iterator[None]:
         """Keep the view's passes as this policy's are, and count them."""
-        view.fixed_batch_rows = self.fixed_batch_rows
+        view.pass_sizes.rows = self.pass_sizes.rows
         before = view.forwards
         try:
             yield
@@ -260,7 +260,7 @@ class UnifiedMasked(TokenPolicy, Demonstrates):
     @torch.no_grad()
     def scored(self, rollout: Rollout) -> Rollout:
         logprob = torch.zeros_like(rollout.logprob)
-        size = self.fixed_batch_rows or len(rollout)
+        size = self.pass_sizes.rows or len(rollout)
         # of the rows of one kind
         points = [p for part in chunks(len(rollout), size) for p in self.path(rollout[part])]
         for point, counts in in_step(points, points[0][:1], self.device, sharded(self.net)):

@@ -106,7 +106,7 @@ class Passes(Janus):
         """Cut ``rows`` into parts that are sampled at once, of whole trees of ``unit`` rows."""
         if not len(rows):
             return []
-        size = self.chunk(
+        size = self.pass_sizes.to_sample(
             len(rows), lambda n: sample(group[rows[:n]], row[rows[:n]], Rng.of("try"))
         )
         return [rows[part] for part in chunks(len(rows), max(unit, size // unit * unit))]
