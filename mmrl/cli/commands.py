@@ -145,9 +145,9 @@ def sample(
     requests = list(prompts) or session.prompts()[:4]
     _tell_without_pictures(session, requests)
     choice = _prepared(session, best, session.judges()) if best else None
-    known = session.policy.notes
+    known = session.policy.report.notes
     session.policy.admit(requests)
-    for line in session.policy.notes[len(known) :]:
+    for line in session.policy.report.notes[len(known) :]:
         print(f"note: {line}", file=sys.stderr)
     with in_force(session, "live"):
         media, repeated = evaluation.sample(

@@ -301,11 +301,11 @@ def admitted(policy: Any, source: Any, summaries: Sequence[Summary] = ()) -> Any
     refuse_broken(summaries, count, problems)
     if problems:
         line = f"{len(problems)} of {count} rows are left out: {first_of(problems)}"
-        policy.notes = (*policy.notes, line)
+        policy.report.notes = (*policy.report.notes, line)
     if isinstance(source.train, Curriculum) and fitting.train:
         fitting = Admitted(source.train.over(fitting.train), fitting.held_out)
     if not fitting.train:
-        raise UserError(f"every prompt was left out: {'; '.join(policy.notes)}")
+        raise UserError(f"every prompt was left out: {'; '.join(policy.report.notes)}")
     if sized := _by_size(policy, fitting.train):
         return Admitted(sized, fitting.held_out)
     unchanged = (len(fitting.train), len(fitting.held_out)) == (

@@ -100,7 +100,7 @@ class Run:
                 self.say("data", line)
         for warning in [*self.trainer.plan.warnings, *warnings]:
             self.say("warning", warning)
-        for line in filter(None, [*session.policy.notes, note]):
+        for line in filter(None, [*session.policy.report.notes, note]):
             self.say("note", line)
 
     def begin(self, fresh: bool) -> None:
@@ -126,7 +126,7 @@ class Run:
     def _surroundings(self) -> dict[str, Any]:
         """Return what of this process sums may round by, and whose code makes the model."""
         return {
-            "model_code": dict(self.session.policy.code),
+            "model_code": dict(self.session.policy.report.code),
             "threads": torch.get_num_threads(),
             "processes": distributed.process()[1],
             "mkl_cbwr": os.environ.get("MKL_CBWR"),
@@ -335,8 +335,8 @@ class Run:
     def _tell(self, metrics: dict[str, float]) -> None:
         """Report samples that could not be scored and an iteration that taught nothing, once for
         every new case; and the policy's notes."""
-        while self.session.policy.news:
-            self.say("note", self.session.policy.news.pop(0))
+        while self.session.policy.report.warnings:
+            self.say("note", self.session.policy.report.warnings.pop(0))
         if metrics["skipped_steps"] == self.trainer.plan.steps * self.session.options.epochs:
             if "steps" not in self.reported:
                 self.say(

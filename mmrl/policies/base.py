@@ -4,9 +4,10 @@ model."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,7 @@ from mmrl.policies.guidance import warn_of_mismatch as warn_of_mismatch
 from mmrl.policies.guidance import without_empty as without_empty
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from mmrl.policies.pass_sizes import PassSizes
+from mmrl.policies.report import Report
 from mmrl.policies.rollout_context import NO_CONTEXT as NO_CONTEXT
 from mmrl.policies.rollout_context import Drafts as Drafts
 from mmrl.policies.rollout_context import Reads as Reads
@@ -90,8 +92,9 @@ class Policy(ABC):
         self.net = net.eval()
         self.trained = net
         self.record_entropy = record_entropy
-        self.news: list[str] = []
-        self.pass_sizes = PassSizes(net, self.news, fixed_batch_rows, sampling_memory_gib)
+        self.pass_sizes = PassSizes(
+            net, self.report.warnings, fixed_batch_rows, sampling_memory_gib
+        )
         self.weights = Weights(net)
 
     # ----------------------------------------------------------------------------------------------
@@ -214,13 +217,12 @@ class Policy(ABC):
         """Take up what ``state_dict`` gave."""
 
     # ----------------------------------------------------------------------------------------------
-    # report: sentences for the log, curves and exports
+    # report: what the log says, and exports
 
-    notes: tuple[str, ...] = ()  # sentences for the log, before training
-    # the files of code outside mmrl that make the model, with their SHA-256, for the run's record
-    code: Mapping[str, str] = {}
-    news: list[str]  # sentences for the log, during training
-    forwards: int = 0  # rows that went through the network so far
+    @cached_property
+    def report(self) -> Report:
+        """Return what the policy reports; it may begin to before its network is loaded."""
+        return Report()
 
     def export(self, folder: Path) -> None:
         """Write the trained weights in the format of the model's own library."""

@@ -113,7 +113,7 @@ class Demonstrates(Policy, Contract):
         medium = self.medium_of(prompt)
         if medium == "video" and not isinstance(value, Tensor) and not self._clips_said:
             self._clips_said = True
-            self.news.append(clips_are_read(self.media_frames, self.media_fps))
+            self.report.warnings.append(clips_are_read(self.media_frames, self.media_fps))
         return opened(value, medium, self.media_frames, prompt, self.media_fps)
 
     def unreadable(self, prompt: Prompt, value: Any) -> str | None:

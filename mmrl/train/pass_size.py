@@ -42,13 +42,13 @@ def fastest(policy: Policy, trial: Trial, plan: Plan, epochs: int) -> tuple[int,
 
     Raises UserError where no size fits the device's memory.
     """
-    widths = policy.pass_sizes.rows, policy.forwards
+    widths = policy.pass_sizes.rows, policy.report.forwards
     policy.sampling = True  # its own network: a wrapper would send gradients around
     try:
         measured = [_measured(policy, trial, rows) for rows in candidates(plan.micro_batch)]
     finally:
         policy.sampling = False
-        policy.pass_sizes.rows, policy.forwards = widths
+        policy.pass_sizes.rows, policy.report.forwards = widths
     costs = {each.rows: _iteration(each, trial, plan, epochs) for each in _agreed(measured, policy)}
     least = min(costs.values())
     if not math.isfinite(least):

@@ -90,7 +90,7 @@ class Trainer(Collector):
         """Run one iteration. Returns its metrics, of what the policy sampled itself."""
         if self.options.micro_batch_size == "auto" and self.pass_rows is None:
             self.measure_passes()
-        forwards = self.policy.forwards
+        forwards = self.policy.report.forwards
         self._measured()  # forget what was counted outside iterations
         self.divergence.look(self.iteration)
         with self._likelihoods(), self.divergence.explained():
@@ -103,7 +103,7 @@ class Trainer(Collector):
         self.iteration += 1
         metrics |= batch.metrics | self.clock.lap()
         # of this process
-        metrics["forwards"] = self.policy.forwards - forwards
+        metrics["forwards"] = self.policy.report.forwards - forwards
         metrics["decisions"] = int(batch.rollout.mask.sum())
         metrics |= self._measured()
         if isinstance(self.objective, Stateful):
@@ -126,7 +126,7 @@ class Trainer(Collector):
         with self.clock.time("measure_passes"):
             rows, sentence = fastest(self.policy, trial, self.plan, self.options.epochs)
         self.limit_passes(rows)
-        self.policy.news.append(sentence)
+        self.policy.report.warnings.append(sentence)
 
     def limit_passes(self, rows: int) -> None:
         """Give all passes the size that was chosen, now or before a resume."""

@@ -210,7 +210,7 @@ def test_what_learns_beside_the_policy_is_counted(tmp_path):
     # of every row: a pass with a gradient by the student, and one in each of three steps
     counts = _passes(guess, 1)
     assert counts["trained"] == 2 * (1 + 3)
-    assert sum(counts.values()) == trainer.policy.forwards
+    assert sum(counts.values()) == trainer.policy.report.forwards
 
 
 def test_the_command_prints_and_refuses_as_training_does(tmp_path):

@@ -64,11 +64,11 @@ def real(place, options):
     point = replays.point_of(policy, [policy.arguments.blank(WORDS)], 2, policy.steps // 2)
     with torch.no_grad():
         policy.dist(point)  # texts are encoded once
-    before = policy.forwards
+    before = policy.report.forwards
     taken = tracked(
         lambda: policy.dist(point).log_prob(point.target).sum().backward(), [policy.net]
     )
-    return policy, taken, policy.forwards - before
+    return policy, taken, policy.report.forwards - before
 
 
 @pytest.mark.parametrize(

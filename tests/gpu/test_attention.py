@@ -95,6 +95,6 @@ def test_a_pass_that_does_not_fit_is_halved():
     metrics = trainer.iterate()
     assert (
         trainer.policy.pass_sizes.max_micro_batch == 2
-        and trainer.policy.news
+        and trainer.policy.report.warnings
         and metrics["ratio/max_deviation"] < 1e-4
     )

@@ -501,10 +501,10 @@ def test_a_reference_whose_weight_has_gone_costs_no_passes(objective):
     policy, rollout = setting(term)
     spent = []
     for iteration in range(4):
-        before = policy.forwards
+        before = policy.report.forwards
         for point in term.points(policy, rollout, Rng.of("points")):
             term.loss(policy, point)
-        spent.append(policy.forwards - before)
+        spent.append(policy.report.forwards - before)
         term.adapt(iteration, {})
     assert spent[0] == spent[1] > spent[2] == spent[3]
 
@@ -516,10 +516,10 @@ def test_on_policy_awm_looks_once_and_has_the_gradient_of_two_looks():
     for point in AWM(kl=0.0).points(policy, rollout, Rng.of("points")):
         losses, forwards = [], []
         for on_policy in (False, True):
-            before = policy.forwards
+            before = policy.report.forwards
             loss = AWM(kl=0.0).loss(policy, point.replace(on_policy=on_policy))
             losses.append((loss.detach(), gradient(policy, loss.sum())))
-            forwards.append(policy.forwards - before)
+            forwards.append(policy.report.forwards - before)
         for two, one in zip(*losses, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
         assert forwards == [2 * len(point), len(point)]

@@ -137,7 +137,7 @@ def test_a_compressed_tail_saves_forwards_and_is_scored_as_sampled():
     short = toys.make("flow", flash_step_ratio=0.4, **options)
     rollout = roll(short)
     # 2 and 3 as before, int(0.4 x 7) = 2
-    assert short.forwards == 32 * 7 and rollout.mask.shape == (32, 7)
+    assert short.report.forwards == 32 * 7 and rollout.mask.shape == (32, 7)
     assert rollout.mask[0].tolist() == [False, False, True, True, True, False, False]
     torch.testing.assert_close(rollout.latents.time[:, :6], roll(whole).latents.time[:, :6])
     assert (rollout.latents.time.diff(dim=1) < 0).all() and (rollout.latents.time[:, -1] == 0).all()

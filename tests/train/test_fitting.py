@@ -101,9 +101,9 @@ def test_a_run_out_of_memory_goes_on_in_smaller_passes_to_the_same_weights(gradi
     assert (
         small.policy.pass_sizes.max_micro_batch == 4
         and small.policy.pass_sizes.rows == 4
-        and len(small.policy.news) == 1
+        and len(small.policy.report.warnings) == 1
     )
-    assert "at most 4 rows; train.micro_batch_size=4" in small.policy.news[0]
+    assert "at most 4 rows; train.micro_batch_size=4" in small.policy.report.warnings[0]
     assert found["ratio/max_deviation"] < 1e-12
     # a pass that failed has left nothing behind
     for name in ("loss", "kl", "clip_fraction", "grad_norm"):
@@ -139,7 +139,7 @@ def test_decoding_halves_by_itself_and_leaves_training_alone():
         policy.decoding == 1
         and policy.pass_sizes.rows == 4
         and policy.pass_sizes.max_micro_batch is None
-        and not policy.news
+        and not policy.report.warnings
     )
 
 

@@ -67,11 +67,11 @@ def test_all_passes_have_the_size_that_was_fastest(monkeypatch, speeds, wanted):
     run.measure_passes()
     assert sorted(set(seen)) == [4, 8, 16, 32]
     assert all(p.grad is None for p in run.policy.net.parameters())
-    assert run.policy.forwards == 0
+    assert run.policy.report.forwards == 0
     seen.clear()
     run.iterate()
     assert set(seen) == {2 * wanted} and run.pass_rows == wanted
-    (sentence,) = run.policy.news
+    (sentence,) = run.policy.report.warnings
     assert f"passes have {wanted} rows" in sentence
     assert f"train.micro_batch_size={wanted} makes it without measuring" in sentence
 
@@ -81,7 +81,10 @@ def test_what_does_not_fit_is_not_chosen_however_fast(monkeypatch):
     run = trainer(rows=5, micro_batch_size="auto")
     run.iterate()
     assert run.pass_rows == 4
-    assert "16 rows do not fit, 8 rows do not fit, 4 rows 0.833, 2 rows 0.417" in run.policy.news[0]
+    assert (
+        "16 rows do not fit, 8 rows do not fit, 4 rows 0.833, 2 rows 0.417"
+        in run.policy.report.warnings[0]
+    )
     with pytest.raises(UserError, match="not even passes of 2 rows fit; set train.micro_batch"):
         trainer(rows=0, micro_batch_size="auto").iterate()
 

@@ -409,7 +409,7 @@ def test_an_iteration_is_one_step_down_the_mean_loss(family, reduction, constant
     )
     assert (
         metrics["lr"] == 0.5
-        and metrics["forwards"] == trained.policy.forwards
+        and metrics["forwards"] == trained.policy.report.forwards
         and trained.iteration == 1
     )
     spent = [metrics[f"time/{name}"] for name in ("rollout", "reward", "update")]

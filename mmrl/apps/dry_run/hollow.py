@@ -31,6 +31,7 @@ from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.pass_sizes import PassSizes
 from mmrl.policies.quantization import check_frozen
+from mmrl.policies.report import Report
 from mmrl.scoring import Scorer
 from mmrl.train.batch import Batch
 from mmrl.train.trainer import Trainer
@@ -161,7 +162,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     if trainer.objective.differentiates:
         rollout = trainer.collect().rollout
         return Counted(
-            policy.forwards,
+            policy.report.forwards,
             None,
             int(rollout.mask.sum()),
             trainer.plan.steps * options.epochs,
@@ -170,7 +171,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     metrics = trainer.iterate()
     return Counted(
         trainer.sampling if options.preferences is None else 0,
-        policy.forwards - trainer.sampling,
+        policy.report.forwards - trainer.sampling,
         int(metrics["decisions"]),
         int(metrics["step"]),
         snapshots,
@@ -187,10 +188,10 @@ def _shrunk(policy: FlowPolicy) -> FlowPolicy:
     if is_replayed:
         light.net = light.trained = nn.Linear(1, 1, bias=False)
         light.weights = Weights(light.net)
-        light.forwards = 0
         light.logprob_weight = None
     light.shape = (1,) * len(policy.shape)
-    light.pass_sizes = PassSizes(light.net, light.news)
+    light.report = Report()
+    light.pass_sizes = PassSizes(light.net, light.report.warnings)
     shrunk: FlowPolicy = light
     return shrunk
 
@@ -207,7 +208,7 @@ class _Watched(Trainer):
 
     def collect(self) -> Batch:
         batch = super().collect()
-        self.sampling = self.policy.forwards
+        self.sampling = self.policy.report.forwards
         return batch
 
 

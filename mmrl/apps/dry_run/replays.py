@@ -234,12 +234,12 @@ def first_rows(
 
     def first() -> None:
         nonlocal before
-        before = policy.forwards
+        before = policy.report.forwards
         with fakes.running(), wrapped(), torch.no_grad():
             policy.dist(point)
 
     tracked(first, [policy.net], spare=True)  # equal blocks are passed through by few of them
-    return policy.forwards - before
+    return policy.report.forwards - before
 
 
 def point_of(policy: AnyPipeline, prompts: list[Prompt], rows: int, k: int) -> Point:

@@ -212,9 +212,9 @@ class RolloutWorkers:
         return self.stored, f"{key[0]} {key[1]}"
 
     def _joined(self, policy: Policy, parts: Sequence[Samples]) -> tuple[Rollout, Media]:
-        policy.forwards += sum(part.forwards for part in parts)
+        policy.report.forwards += sum(part.forwards for part in parts)
         for part in parts:
-            policy.news += part.news
+            policy.report.warnings += part.warnings
         rollouts = [part.rollout.to(policy.device) for part in parts]
         whole = rollouts[0] if len(rollouts) == 1 else collect.joined(rollouts)
         if any(part.media is None for part in parts):

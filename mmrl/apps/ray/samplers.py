@@ -37,7 +37,7 @@ class Samples:
     rollout: Any
     media: Any
     forwards: int
-    news: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class RolloutWorker(Worker):
@@ -74,12 +74,12 @@ class RolloutWorker(Worker):
             self.policy.load_state_dict(state)
             self.version = draw.version
         self.policy.pass_sizes.rows = draw.rows
-        before = self.policy.forwards
+        before = self.policy.report.forwards
         with torch.no_grad():
             rollout = self.policy.rollout(draw.prompts, draw.copies, draw.rng, draw.context)
             pictures = self.policy.capabilities.makes != "text"
             media = self.policy.decode(rollout) if pictures else None
         media = media.cpu() if isinstance(media, torch.Tensor) else None
-        news = tuple(self.policy.news)
-        self.policy.news.clear()
-        return Samples(rollout.to("cpu"), media, self.policy.forwards - before, news)
+        warnings = tuple(self.policy.report.warnings)
+        self.policy.report.warnings.clear()
+        return Samples(rollout.to("cpu"), media, self.policy.report.forwards - before, warnings)

@@ -151,7 +151,7 @@ def computed(policy: Any, work: Callable[[], Tensor]) -> Tensor:
     differently: sampling then records them too, so that samples and scores agree to the bit.
     UserError where torch.compile fails.
     """
-    policy.news += policy.attending.settle(work)
+    policy.report.warnings += policy.attending.settle(work)
     same = not policy.compiled and policy.attending.used not in PACKAGES
     try:
         if torch.is_grad_enabled() or same:

@@ -191,7 +191,7 @@ class FlowPasses(Policy):
         one needs no gradient; not ``guided``: the first in place of both."""
         x = point.state
         t = point.time
-        self.forwards += 2 * len(x) if guided else len(x)
+        self.report.forwards += 2 * len(x) if guided else len(x)
         cond = rows_of(without_empty(point.cond), point.group)
         if not guided:
             v = self._pass(x, t, cond)

@@ -130,7 +130,7 @@ class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences, StartsFromLora):
         )
         folder_grid = self.own_grid()  # read, and refused, whatever times are asked for
         super().__init__(net, timestep_schedule=timestep_schedule or folder_grid, **options)
-        self.notes = schedulers.notes(self.place, self.process)
+        self.report.notes = schedulers.notes(self.place, self.process)
         self.quicken(attention, compile)
 
     def quicken(self, attention: Attention = "auto", compile: bool | str = False) -> None:
@@ -317,7 +317,7 @@ class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences, StartsFromLora):
             *prompt_lengths.unread(prompts, self.reads),
             *filter(None, [framing.sentence(framing.framed(prompts, targets))]),
         )
-        self.notes += tuple(line for line in lines if line not in self.notes)
+        self.report.notes += tuple(line for line in lines if line not in self.report.notes)
         return super().admit(prompts)
 
     def _check_settings(self, prompts: list[Prompt]) -> None:

@@ -53,7 +53,7 @@ def grow(
             scores = [step[of] for step in scores]
             values = [step[of] for step in values]
             net("fork", state, every)
-        policy.forwards += len(hidden)
+        policy.report.forwards += len(hidden)
         draw = uniform[first] if k < at else uniform
         token, score, value = policy.draw_block(hidden, scale[block], draw[:, block], block)
         ids.append(token)

@@ -158,7 +158,7 @@ class ImageTokenPolicy(TokenPolicy, NamesSpaces):
         read once for all its rows."""
         net = self.net
         hidden, state = self.read(cond, group)
-        self.forwards += len(hidden) * len(net.turns)
+        self.report.forwards += len(hidden) * len(net.turns)
         uniform = rng.uniform(row, (sum(net.turns),))
         scale = sent(self.scales(self.guidance_scale), row.device)
         ids: list[Tensor] = []
@@ -255,7 +255,7 @@ class ImageTokenPolicy(TokenPolicy, NamesSpaces):
         scale = self.scored_guidance(point)
         inputs = self.collate([point.cond[i] for i in on_host(point.group).tolist()])
         empty = None if scale == 1 else self.empty(inputs)
-        self.forwards += len(where) * (1 if empty is None else 2)
+        self.report.forwards += len(where) * (1 if empty is None else 2)
         hidden, scored = self.active()(
             "score",
             inputs,

@@ -16,6 +16,7 @@ from mmrl.core.types import Rollout, TokenOrder
 from mmrl.policies.base import Drafts, LogprobGuidance
 from mmrl.policies.draft_verification import Forced, accepted
 from mmrl.policies.image_tokens.network import Inputs, beside, spans, stacked
+from mmrl.policies.report import Report
 from mmrl.policies.scores import BYTES, recorded
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -29,7 +30,7 @@ class DrawsBlocks(Protocol):
     warp: Warp
     guidance_scale: float
     logprob_guidance: LogprobGuidance
-    forwards: int
+    report: Report
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -176,7 +177,7 @@ def _speculated(
         values[kept_mask] = reading.values(kept_mask).to(values)
     drawn = Drawn(ids, logprob, values)
     passed = _continued(reading, forced.ids, count, rng.uniform(row, (ids.shape[1],)), drawn)
-    policy.forwards += len(reading.hidden) + passed
+    policy.report.forwards += len(reading.hidden) + passed
     order = policy.blocks_of(ids).expand_as(ids)
     rollout = Rollout(
         group=group,

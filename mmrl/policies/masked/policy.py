@@ -438,7 +438,7 @@ class MaskedDiffusion(LogitsPolicy, Remasks, NamesSpaces):
     def _pass(
         self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None = None
     ) -> Tensor:
-        self.forwards += len(ids)
+        self.report.forwards += len(ids)
         return self.places(ids, cond, rows, where, scale).to(self.dtype)
 
     def places(

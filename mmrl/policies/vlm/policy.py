@@ -209,7 +209,11 @@ class VLM(
         self.record_question_gain = record_question_gain
         self.self_score_id = None if self_score is None else token_id(self, self_score)
         self._train(hf, train, lora is None)
-        self.notes = (*self.inputs.family.unverified(), summary(self.net), *warnings_of(self, hf))
+        self.report.notes = (
+            *self.inputs.family.unverified(),
+            summary(self.net),
+            *warnings_of(self, hf),
+        )
 
     def _find(
         self, path: str, engine: Engine, dtype: Storage, vllm: VLLMOptions, lora: Lora | int | None
@@ -312,7 +316,9 @@ class VLM(
     def _recorded(
         self, answers: Answers, cond: list[Encoded], group: Tensor, row: Tensor
     ) -> Rollout:
-        self.forwards += int(answers.mask.sum())  # a row of the network for every token written
+        self.report.forwards += int(
+            answers.mask.sum()
+        )  # a row of the network for every token written
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
         rollout = Rollout(
             group=group,
@@ -347,7 +353,7 @@ class VLM(
         assert answers.num_accepted is not None
         drafts.accepted.append(torch.stack([answers.num_accepted, drafts.mask.sum(1)], 1).cpu())
         # a draft is one row of the network, and what is kept of it no further one
-        self.forwards += len(row) - int(answers.num_accepted.sum())
+        self.report.forwards += len(row) - int(answers.num_accepted.sum())
         return self._finished(self._recorded(answers, cond, group, row), size)
 
     @torch.no_grad()
@@ -414,7 +420,7 @@ class VLM(
         if problems := misfits(prompts, self.inputs, limits, self.ending.tokens):
             raise BrokenRows(problems, len(prompts))
         admitted = admit(prompts, self.inputs.budgets, self.inputs.measure)
-        self.notes = (*self.notes, *admitted.notes)
+        self.report.notes = (*self.report.notes, *admitted.notes)
         self.compared = self.compared or chosen(admitted.prompts, self.limits.some)
         return admitted.prompts
 

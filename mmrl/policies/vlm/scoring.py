@@ -85,7 +85,7 @@ class Passes(TokenPolicy, ReadsPrompts, Branches):
     def dist(self, point: Point) -> AnswerTokens:
         self._check(point.cond)
         where = somewhere(point.mask)
-        self.forwards += len(where)
+        self.report.forwards += len(where)
         hidden, scored = self._score(
             self.active(), point.cond, point.group, point.target, where, point.routes
         )

@@ -407,6 +407,6 @@ def test_sana_samples_the_size_that_it_is_asked_for():
     asked = {"height": 32, "width": 32}
     policy = make("sana", call=asked)
     assert policy.shape[-2:] == make("sana").shape[-2:]
-    assert "use_resolution_binning False" in policy.notes[0]
+    assert "use_resolution_binning False" in policy.report.notes[0]
     with pytest.raises(UserError, match="asked for 32 x 32 pixels and samples 1024 x 1024"):
         make("sana", call=asked | {"use_resolution_binning": True})

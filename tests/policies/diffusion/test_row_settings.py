@@ -112,7 +112,7 @@ def test_a_rows_own_settings_are_those_of_the_pipelines_call(name, scales):
     size = [16, 48]
     rows = [OWN | scales | {"size": size}, {"text": TEXTS[1]}]
     policy.admit(rows)
-    assert not policy.notes or "not read" not in " ".join(policy.notes)
+    assert not policy.report.notes or "not read" not in " ".join(policy.report.notes)
     media, _ = evaluation.sample(policy, rows, 1, seed=3)
     pipe = getattr(diffusers, policy.pipeline).from_pretrained(policy.place)
     pipe.set_progress_bar_config(disable=True)
@@ -246,8 +246,10 @@ def test_prompts_that_are_cut_are_counted_once_and_the_libraries_are_silent(name
     policy = folders.make(name)
     prompts = [{"text": LONG}, {"text": "a red seven"}]
     assert policy.admit(prompts) == prompts and policy.admit(prompts) == prompts
-    told = " | ".join(policy.notes)
-    assert all(word in told for word in words) and len(policy.notes) == (2 if name == "flux" else 1)
+    told = " | ".join(policy.report.notes)
+    assert all(word in told for word in words) and len(policy.report.notes) == (
+        2 if name == "flux" else 1
+    )
     logging.getLogger("diffusers").propagate = True
     try:
         policy.encode(prompts)
@@ -256,7 +258,7 @@ def test_prompts_that_are_cut_are_counted_once_and_the_libraries_are_silent(name
     assert "truncated" not in caplog.text and "longer than" not in caplog.text
     short = folders.make(name)
     short.admit([{"text": "a red seven"}])
-    assert not short.notes
+    assert not short.report.notes
 
 
 def test_a_pipelines_prompts_and_those_of_the_dry_run_are_counted_too(tmp_path):
@@ -264,7 +266,7 @@ def test_a_pipelines_prompts_and_those_of_the_dry_run_are_counted_too(tmp_path):
     call = {"height": 16, "width": 16, "max_sequence_length": 16}
     policy = POLICIES.build("pipeline", path=str(place), call=call, steps=1, check=False)
     policy.admit([{"text": LONG}, {"text": "a red seven"}])
-    lines = [line for line in policy.notes if "longer than" in line]
+    lines = [line for line in policy.report.notes if "longer than" in line]
     assert len(lines) == 2 and "the 16 tokens" in lines[1] and "max_sequence_length" in lines[1]
     (tmp_path / "p.txt").write_text(f"{LONG}\na red seven\n")
     for options in (

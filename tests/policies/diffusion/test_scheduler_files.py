@@ -418,7 +418,8 @@ def test_a_network_that_takes_its_guidance_is_given_it(name, tmp_path):
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     silent = POLICIES.build(name, path=str(place), size=16, steps=2)
     assert (
-        "embedded_guidance" in silent.notes[0] and (pictures(silent)[0] - ours).abs().max() > 1e-4
+        "embedded_guidance" in silent.report.notes[0]
+        and (pictures(silent)[0] - ours).abs().max() > 1e-4
     )
     with pytest.raises(UserError, match="takes no guidance scale"):
         POLICIES.build(name, path=str(tiny_diffusers.folder(name)), size=16, embedded_guidance=6.0)

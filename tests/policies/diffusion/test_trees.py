@@ -79,7 +79,7 @@ def test_uniform_splits():
 
 def test_the_network_sees_shared_states_once():
     policy, rollout = grown(copies=4)
-    assert policy.forwards == 3 * (1 + 2 + 2 + 4)  # three prompts
+    assert policy.report.forwards == 3 * (1 + 2 + 2 + 4)  # three prompts
     states = [len(torch.unique(rollout.latents.states[:4, k], dim=0)) for k in range(5)]
     assert states == [1, 2, 2, 4, 4] and rollout.mask[:4].sum(0).tolist() == [2, 2, 4, 4]
     assert rollout.edge_id[:4].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [2, 2, 2, 2], [2, 2, 3, 3]]
@@ -95,7 +95,7 @@ def test_few_states_do_not_cost_a_whole_pass():
     policy.unseen = False  # no passes but those of the trees
     with torch.no_grad():
         rollout = policy.rollout(toys.prompts(3), 16, Rng.of("tree"))
-    assert seen == [8, 8, 16, 32, 32, 16, 32, 16] and policy.forwards == 3 * (
+    assert seen == [8, 8, 16, 32, 32, 16, 32, 16] and policy.report.forwards == 3 * (
         1 + 2 + 4 + 8 + 16 + 16
     )
     for point in policy.path(rollout):  # scored at the constant width, to the rounding of a pass
@@ -207,7 +207,7 @@ def test_a_shared_ode_prefix_then_a_branch():
         tree=Tree(splits=[2], factor=6),
         noise_window=lambda steps, i=0, rng=None: window(steps, start=2, stop=3),
     )
-    assert policy.forwards == 3 * (1 + 1 + 1 + 6)
+    assert policy.report.forwards == 3 * (1 + 1 + 1 + 6)
     assert (
         rollout.mask.sum(0).tolist() == [0, 0, 18, 0]
         and len(torch.unique(rollout.latents.states[:6, 2], dim=0)) == 1

@@ -347,15 +347,15 @@ def test_pictures_have_the_size_of_the_checkpoint(name, beside, grid, given, tmp
     cells = beside.pop("positions", None)
     table = {} if cells is None else {"freqs_cis": torch.zeros(1 + cells**2, 4, 2)}
     policy = LlamaGen(saved(tmp_path, name, gpt | table, **beside), vq=vq, heads=2)
-    assert policy.size == 2 * grid and policy.net.shape.grid == grid and not policy.notes
+    assert policy.size == 2 * grid and policy.net.shape.grid == grid and not policy.report.notes
 
 
 def test_a_size_that_nothing_tells_or_another_one_is_said(given, tmp_path):
     gpt, vq = given
     unknown = LlamaGen(saved(tmp_path, "gpt.pt", gpt), vq=vq, heads=2)
-    assert unknown.size == 256 and "neither gpt.pt nor its name says" in unknown.notes[0]
+    assert unknown.size == 256 and "neither gpt.pt nor its name says" in unknown.report.notes[0]
     other = LlamaGen(saved(tmp_path, "c2i_L_384.pt", gpt), vq=vq, heads=2, size=4)
-    assert other.size == 4 and "was trained at 384 pixels" in other.notes[0]
+    assert other.size == 4 and "was trained at 384 pixels" in other.report.notes[0]
 
 
 def test_a_checkpoint_of_the_published_training_is_read_without_other_pickles(given, tmp_path):
@@ -393,13 +393,13 @@ def test_texts_that_are_cut_are_said_once(make):
     policy = make("text")
     prompts = [PROMPT, {"text": "red " * 50 + "seven"}]
     policy.admit(prompts)
-    assert "1 of 2 prompts are longer than the 40 tokens" in policy.notes[-1]
+    assert "1 of 2 prompts are longer than the 40 tokens" in policy.report.notes[-1]
     with torch.no_grad():
         policy.encode(prompts)
-    assert not policy.news
+    assert not policy.report.warnings
     unseen = make("text")
     unseen.encode(prompts), unseen.encode([{"text": "blue " * 60}])
-    assert len(unseen.news) == 1 and "40 tokens" in unseen.news[0]
+    assert len(unseen.report.warnings) == 1 and "40 tokens" in unseen.report.warnings[0]
 
 
 def test_what_does_not_fit_is_one_sentence(make, given, tmp_path):

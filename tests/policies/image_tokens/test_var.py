@@ -416,7 +416,7 @@ def test_images_that_branch_are_those_that_go_on_from_a_common_beginning(make, o
             flat.dist(point).log_prob(point.target), rollout.logprob, atol=1e-12, rtol=0
         )
     passes = 1 + (options.get("guidance_scale") != 1)
-    assert tree.forwards == passes * (4 + 4 + 12) and alone.edge_id is None
+    assert tree.report.forwards == passes * (4 + 4 + 12) and alone.edge_id is None
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7])

@@ -639,9 +639,11 @@ def test_texts_that_clip_cuts_are_said_once():
     policy = Amused(str(tiny_diffusers.folder("amused")), steps=2)
     prompts = [{"text": "red " * 100 + "seven"}, {"text": "a two"}]
     policy.admit(prompts)
-    assert "1 of 2 prompts are longer than" in policy.notes[-1]
+    assert "1 of 2 prompts are longer than" in policy.report.notes[-1]
     policy.encode(prompts)
-    assert not policy.news
+    assert not policy.report.warnings
     unseen = Amused(str(tiny_diffusers.folder("amused")), steps=2)
     unseen.encode(prompts), unseen.encode([{"text": "blue " * 100}])
-    assert len(unseen.news) == 1 and "tokens that CLIP reads" in unseen.news[0]
+    assert (
+        len(unseen.report.warnings) == 1 and "tokens that CLIP reads" in unseen.report.warnings[0]
+    )

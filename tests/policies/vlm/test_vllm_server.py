@@ -107,7 +107,7 @@ def test_texts_and_images_have_the_policys_log_probs_before_and_after_an_update(
         shake(policy)
     assert not torch.equal(*samples)
     assert len(list(policy.outside.transfer.folder.iterdir())) == 1, "the weights of now"
-    assert not any("dtype" in note for note in policy.notes)
+    assert not any("dtype" in note for note in policy.report.notes)
 
 
 def test_videos_have_the_policys_log_probs(policy):

@@ -56,7 +56,7 @@ def engine(monkeypatch):
 
 def test_what_an_engine_says_of_its_tokens_is_what_the_policy_says(engine):
     policy = policy_of(**engine, temperature=0.8, top_k=20, stop=["e"])
-    assert any("engine/gap" in note for note in policy.notes)
+    assert any("engine/gap" in note for note in policy.report.notes)
     texts = [{"text": "hello"}, {"text": "tell me a longer story about it"}]
     rollout = rolled(policy, texts)
     gap = (rollout.provenance.sampler_logprob - rollout.logprob)[rollout.mask].abs()

@@ -117,7 +117,7 @@ def test_broken_rows_of_all_parts_stop_a_run_or_are_left_out(rows):
     assert [*fitting.train, *fitting.held_out] == [
         p for i, p in enumerate(prompts) if i not in reasons
     ]
-    assert f"{len(reasons)} of {len(prompts)} rows are left out" in policy.notes[0]
+    assert f"{len(reasons)} of {len(prompts)} rows are left out" in policy.report.notes[0]
 
 
 def test_overlong_prompts_that_stop_a_run_are_named_together():

@@ -224,8 +224,8 @@ def test_prompts_above_a_budget_leave_the_data():
     )
     prompts = admitted(policy, source)
     assert prompts.train == source.train[:1] and prompts.held_out == []
-    assert any("d.jsonl:2: " in note for note in policy.notes) and any(
-        "trainable" in note for note in policy.notes
+    assert any("d.jsonl:2: " in note for note in policy.report.notes) and any(
+        "trainable" in note for note in policy.report.notes
     )
     with pytest.raises(UserError, match="every prompt was left out: .*d.jsonl:2"):
         admitted(policy, SimpleNamespace(train=source.train[1:], held_out=[]))

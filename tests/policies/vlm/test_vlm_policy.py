@@ -667,6 +667,6 @@ def test_forwards_are_rows_of_the_network_one_for_every_token_drawn():
     policy = policy_of()
     with torch.no_grad():
         rollout = policy.rollout([{"text": "how many?"}, {"text": "what is it?"}], 2, Rng.of(1))
-        assert policy.forwards == int(rollout.mask.sum()) > 4
+        assert policy.report.forwards == int(rollout.mask.sum()) > 4
         policy.dist(next(iter(policy.path(rollout))))
-    assert policy.forwards == int(rollout.mask.sum()) + 4
+    assert policy.report.forwards == int(rollout.mask.sum()) + 4

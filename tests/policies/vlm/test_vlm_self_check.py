@@ -143,7 +143,11 @@ def test_the_check_changes_nothing_of_what_follows(saved, monkeypatch):
     plain = other.rollout(ASKED, 2, Rng.of("x"))
     assert torch.equal(compared.sample, plain.sample)
     assert torch.equal(compared.logprob, plain.logprob)
-    assert (vlm.images, vlm.towered, vlm.forwards) == (other.images, other.towered, other.forwards)
+    assert (vlm.images, vlm.towered, vlm.report.forwards) == (
+        other.images,
+        other.towered,
+        other.report.forwards,
+    )
     monkeypatch.setattr(self_check, "_compared", lambda *_: pytest.fail("a second time"))
     vlm.rollout(ASKED, 1, Rng.of("y"))
 

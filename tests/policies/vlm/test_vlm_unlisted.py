@@ -71,8 +71,8 @@ HYBRIDS = ("qwen3_5", "lfm2_vl")
 
 def test_a_family_by_general_rules_is_that_of_transformers(unlisted):
     vlm = VLM(unlisted, max_new_tokens=6)
-    assert any("is not in mmrl's table" in note for note in vlm.notes)
-    assert any("coordinate space" in note for note in vlm.notes)
+    assert any("is not in mmrl's table" in note for note in vlm.report.notes)
+    assert any("coordinate space" in note for note in vlm.report.notes)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         rollout = rolled(vlm, ASKED, copies=2)

@@ -158,7 +158,9 @@ class AnyPipeline(ReplayedPolicy, EncodesMedia):
         self._speed_up(attention, compile)
         self._refuse_trees()
         if defaults := unset(self.replay.arguments, call or {}, list(self.arguments.inputs)):
-            self.notes += (f"not set in policy option call, so taken as they are: {defaults}",)
+            self.report.notes += (
+                f"not set in policy option call, so taken as they are: {defaults}",
+            )
 
     # ----------------------------------------------------------------------------------------------
     # loading
@@ -237,7 +239,7 @@ class AnyPipeline(ReplayedPolicy, EncodesMedia):
             ),
             *prompt_lengths.unread(prompts, fields),
         )
-        self.notes += tuple(line for line in lines if line not in self.notes)
+        self.report.notes += tuple(line for line in lines if line not in self.report.notes)
         return super().admit(prompts)
 
     def _latent_shape(self, steps: int) -> tuple[int, ...]:

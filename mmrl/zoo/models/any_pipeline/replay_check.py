@@ -55,8 +55,8 @@ def _check(policy: Any, pair: list[Prompt]) -> None:
         if policy.together is None:
             policy.together = _rows_independent(policy, pair)
             if not policy.together:
-                policy.notes = (
-                    *policy.notes,
+                policy.report.notes = (
+                    *policy.report.notes,
                     f"{policy.pipeline}: rows of a call depend on each other, so the pipeline is "
                     "called for one row at a time (policy option together: false)",
                 )

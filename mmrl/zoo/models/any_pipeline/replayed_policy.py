@@ -276,7 +276,7 @@ class ReplayedPolicy(FlowPolicy, StartsFromLora):
         """Make a pass of a network, in the type it computes in."""
         args, kwargs = state_cast(args, kwargs, self.cast)
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, list))), [])
-        self.forwards += len(first)
+        self.report.forwards += len(first)
         if len(self.parts) > 1:
             return self.net(name, *args, **kwargs)
         net = self.active() if hasattr(self, "trained") else self.net

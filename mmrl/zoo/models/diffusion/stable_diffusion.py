@@ -55,7 +55,7 @@ class UNetPolicy(FolderPolicy):
         if self.config.time_cond_proj_dim is not None:
             self.guided_by = ""  # the pipeline has no guidance besides
         if self.config.time_cond_proj_dim is not None and embedded_guidance is None:
-            self.notes += (
+            self.report.notes += (
                 "the network takes its guidance scale as an input, which is 1; policy option "
                 "embedded_guidance sets it",
             )

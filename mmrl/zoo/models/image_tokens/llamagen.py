@@ -87,7 +87,6 @@ class LlamaGen(EncodedImagePolicy):
             raise UserError(
                 f"policy.llamagen.size {self.size} is not a multiple of {self.vq.factor}"
             )
-        self.notes = () if place.is_dir() else _about_size(file, size, stated)
         net = LlamaGenGPT(replace(shape, grid=self.size // self.vq.factor))
         checkpoints.load(net, published, file).to(getattr(torch, dtype))
         self.text_encoder = text_encoder
@@ -100,6 +99,7 @@ class LlamaGen(EncodedImagePolicy):
             20000,
         )
         super().__init__(net, guidance_scale=guidance_scale, **options)
+        self.report.notes = () if place.is_dir() else _about_size(file, size, stated)
 
     def scales(self, guidance: float) -> Tensor:
         scales = super().scales(guidance)
@@ -110,7 +110,7 @@ class LlamaGen(EncodedImagePolicy):
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
         """Take all prompts, and say which texts T5 does not read to their end."""
         if not self.net.shape.classes:
-            self.notes += self._cut(_tokenizer(self.text_encoder), texts_of(prompts))
+            self.report.notes += self._cut(_tokenizer(self.text_encoder), texts_of(prompts))
         return super().admit(prompts)
 
     def _cut(self, tokenizer: Any, texts: list[str]) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class LlamaGen(EncodedImagePolicy):
 
     def _encode_texts(self, t5: _T5, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         if self.says_cuts:
-            self.news += self._cut(t5.tokenizer, texts)
+            self.report.warnings += self._cut(t5.tokenizer, texts)
         return t5.encode(texts, self.net.shape.condition, device)
 
     def export(self, folder: Path) -> None:

@@ -99,7 +99,7 @@ class Amused(MaskedDiffusion, EncodesMedia):
         """Take all prompts, and say which texts CLIP does not read to their end."""
         lines = prompt_lengths.cut(self.place, texts_of(prompts), None)
         self.says_cuts = self.says_cuts and not lines
-        self.notes += tuple(line for line in lines if line not in self.notes)
+        self.report.notes += tuple(line for line in lines if line not in self.report.notes)
         return super().admit(prompts)
 
     says_cuts = True  # of texts, once
@@ -111,7 +111,7 @@ class Amused(MaskedDiffusion, EncodesMedia):
         if self.says_cuts:
             by = f"{limit} tokens that CLIP reads"
             lines = list(prompt_lengths.cut_by(pipe.tokenizer, texts, limit, by))
-            self.news += lines
+            self.report.warnings += lines
             self.says_cuts = not lines
         ids = pipe.tokenizer(
             texts,

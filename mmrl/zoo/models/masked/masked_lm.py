@@ -84,8 +84,6 @@ class MaskedLM(MaskedDiffusion, WritesText):
             getattr(getattr(net, "config", None), "auto_map", None) or {}
         )
         self.auto_class = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
-        self.code = local_code.files_of(net) if remote_code else {}
-        self.notes = local_code.note(self.code)
         mask_id = self.tokenizer.mask_token_id if mask is None else mask
         if mask_id is None:
             raise UserError(
@@ -101,6 +99,8 @@ class MaskedLM(MaskedDiffusion, WritesText):
         self.hole = mask_id  # what the network reads in the place of a hidden token
         self.suffix: list[int] = []  # tokens behind every answer
         super().__init__(net, max_new_tokens, mask_id, steps=steps, blocks=blocks, **options)
+        self.report.code = local_code.files_of(net) if remote_code else {}
+        self.report.notes = local_code.note(self.report.code)
         self.block_causal = block_causal
         if block_causal:  # the prompt ends inside a block, so an answer may touch one more
             self.passes += self.turns

@@ -111,9 +111,9 @@ class UnifiedFlow(FlowPolicy, EvaluatesGreedily, FillsIdleRows):
         self.picture_clip = picture_clip
         self.greedy = True  # of texts in evaluation
         self.pictures = Pictures("the method images")
-        self.code = local_code.files_of(model)
-        self.notes = local_code.note(self.code)
         super().__init__(Passes(model), **options)
+        self.report.code = local_code.files_of(model)
+        self.report.notes = local_code.note(self.report.code)
 
     def enable_gradient_checkpointing(self) -> None:
         if not turn_on_checkpointing(self.model):
@@ -222,7 +222,7 @@ class UnifiedFlow(FlowPolicy, EvaluatesGreedily, FillsIdleRows):
             if counts:
                 text[at] = written
                 score[at] = logprob.to(score)
-            self.forwards += int((written != NONE).sum())
+            self.report.forwards += int((written != NONE).sum())
         return text, score
 
     # Scoring.
@@ -300,7 +300,7 @@ class UnifiedFlow(FlowPolicy, EvaluatesGreedily, FillsIdleRows):
         """Compute the step's Gaussian, or of a text the distribution of every token."""
         if isinstance(point.step, SamplerState):
             return super().dist(point)
-        self.forwards += len(point)
+        self.report.forwards += len(point)
         shown = rows_of(without_empty(point.cond), point.group)
         shown.pop("draws")
 

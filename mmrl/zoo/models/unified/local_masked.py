@@ -142,8 +142,8 @@ class UnifiedMasked(TokenPolicy, Demonstrates):
         self.media_size = self.image.media_size
         super().__init__(loaded[1], **options)
         self.guidance_scale = picture.guidance_scale
-        self.code = local_code.files_of(self.net) if remote_code else {}
-        self.notes = local_code.note(self.code)
+        self.report.code = local_code.files_of(self.net) if remote_code else {}
+        self.report.notes = local_code.note(self.report.code)
 
     # Prompts.
 
@@ -202,11 +202,11 @@ class UnifiedMasked(TokenPolicy, Demonstrates):
     def _counted(self, view: View) -> Iterator[None]:
         """Keep the view's passes as this policy's are, and count them."""
         view.pass_sizes.rows = self.pass_sizes.rows
-        before = view.forwards
+        before = view.report.forwards
         try:
             yield
         finally:
-            self.forwards += view.forwards - before
+            self.report.forwards += view.report.forwards - before
 
     def _room(self, draws: bool) -> tuple[int, int]:
         """Return the places before and behind those of a row's kind."""

@@ -166,7 +166,7 @@ class Passes(Janus):
         ids, score, drawn_values = paint(
             self.net, hidden, state, rng.uniform(row, (self.images,)), scale, self._decided
         )
-        self.forwards += len(hidden) * self.images
+        self.report.forwards += len(hidden) * self.images
         rollout = self._as_rollout(cond, group, row, (text[of], ids), (logprob[of], score))
         return self.with_recorded(rollout, torch.cat([values[of], drawn_values.to(values)], 1))
 
@@ -200,7 +200,7 @@ class Passes(Janus):
         logprob[:, : chosen.max_new_tokens] = score.to(logprob)
         values[:, : chosen.max_new_tokens] = value.to(values)
         self.lengths += (tokens >= 0).sum(1).tolist()
-        self.forwards += int((tokens >= 0).sum())
+        self.report.forwards += int((tokens >= 0).sum())
         return ids, logprob, values, state, hidden
 
     @torch.no_grad()

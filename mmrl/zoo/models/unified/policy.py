@@ -199,7 +199,9 @@ class JanusUnified(Passes, EvaluatesGreedily, Measures):
         if len(drawn):
             rows, texts = placed(drawn, device), placed(text[drawn], device)
             passes.append(self._drawing(point, rows, texts, same))
-        self.forwards += sum(len(part.rows) * (1 if part.empty is None else 2) for part in passes)
+        self.report.forwards += sum(
+            len(part.rows) * (1 if part.empty is None else 2) for part in passes
+        )
         return passes
 
     def _drawing(self, point: Point, rows: Tensor, text: Tensor, same: bool) -> Part:
