@@ -22,6 +22,7 @@ from mmrl.config.options import EvaluateOptions
 from mmrl.core.errors import UserError
 from mmrl.experiment import build, evaluation
 from mmrl.experiment.evaluation import Estimate
+from mmrl.policies.contracts import guidance_of
 from mmrl.scoring import Scorer
 
 if TYPE_CHECKING:
@@ -142,5 +143,5 @@ def _of_policy(
         names = build.short_names(weighted)
         scorer = Scorer({names[name]: entry.reward for name, entry in weighted.items()})
         measured = evaluation.scores(model_of(policy), prompts, scorer, options)
-    row = evaluation.row("policy", model_of(policy).guidance_scale, measured)
+    row = evaluation.row("policy", guidance_of(model_of(policy)), measured)
     return Evaluation([row], {"prompts": len(prompts), "num_samples": options.num_samples})

@@ -26,6 +26,7 @@ from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
 from mmrl.core.types import Prompt
 from mmrl.experiment import build, checkpoint, convert, evaluation
 from mmrl.experiment.build import Session
+from mmrl.policies.contracts import guidance_of
 from mmrl.scoring import Scorer
 
 PICTURED = {"image", "images", "video", "videos", "messages"}  # fields of a prompt with pictures
@@ -56,7 +57,7 @@ def evaluate(
         )
     options = session.evaluation
     prompts = session.prompts()[: options.prompts]
-    policy_scale = session.policy.guidance_scale
+    policy_scale = guidance_of(session.policy)
     choice = _prepared(session, best, judges)
     rows: list[dict[str, Any]] = []
     models = []

@@ -100,9 +100,6 @@ class Policy(ABC):
     # ----------------------------------------------------------------------------------------------
     # act: sampling, and scoring what was sampled
 
-    guidance_scale: float | None = None  # of classifier-free guidance; None: it has none
-    # whether log-probs are those of guided samples; "conditional" leaves guidance out
-    logprob_guidance: LogprobGuidance = "guided"
     media_size: tuple[int, int] | None = None  # [height, width] of the pictures it makes
     media_frames: int | None = None  # of the videos it makes
     media_fps: float = USUAL_RATE  # of these, by which they are written and clips are read
@@ -149,8 +146,7 @@ class Policy(ABC):
     def untempered(self) -> Iterator[None]:
         """Score by the model's own distribution: at temperature 1, no token taken away, without
         guidance."""
-        with at_guidance(self, None if self.guidance_scale is None else 1.0):
-            yield
+        yield
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:

@@ -7,7 +7,8 @@ be a class, or takes ``Replays.of(policy)``, which refuses all others in a sente
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -18,6 +19,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Copies, Point, Prompt, Rollout
 from mmrl.policies.base import Policy, Reads
 from mmrl.policies.capabilities import Medium
+from mmrl.policies.guidance import LogprobGuidance, at_guidance
 from samplers.noise import Rng
 from samplers.warp import Warp
 
@@ -245,6 +247,38 @@ class FillsIdleRows(Policy, Contract):
     def idle_row(self, row: Rollout) -> Rollout:
         """Prepare a sampled row [1] to be passed through the network by a process without rows of
         its own: with a decision of every kind."""
+
+
+class Guided(Policy, Contract):
+    """Samples with classifier-free guidance."""
+
+    lack = "has no classifier-free guidance"
+    guidance_scale: float
+    # whether log-probs are those of guided samples; "conditional" leaves guidance out
+    logprob_guidance: LogprobGuidance = "guided"
+
+    @contextmanager
+    def untempered(self) -> Iterator[None]:
+        with at_guidance(self, 1.0), super().untempered():
+            yield
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """Sample as in training, at another guidance scale if given: the likeliest image is not a
+        good one."""
+        with at_guidance(self, guidance):
+            yield
+
+    def scored_guidance(self, point: Point) -> float:
+        """Choose the guidance scale of a point's log-probs; 1 leaves guidance out."""
+        if point.guidance is not None:
+            return point.guidance
+        return 1.0 if self.logprob_guidance == "conditional" else self.guidance_scale
+
+
+def guidance_of(policy: Policy) -> float | None:
+    """Return the scale of classifier-free guidance; None: the policy has none."""
+    return policy.guidance_scale if isinstance(policy, Guided) else None
 
 
 class WarpsLogits(Policy, Contract):

@@ -24,7 +24,6 @@ from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import (
     NO_CONTEXT,
     RolloutContext,
-    at_guidance,
     rows_and_groups,
     rows_of,
 )
@@ -136,13 +135,6 @@ class TokenPolicy(Replays, WarpsLogits):
         )
 
     @contextmanager
-    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """Sample as in training, at another guidance scale if given: the likeliest image is not a
-        good one."""
-        with at_guidance(self, guidance):
-            yield
-
-    @contextmanager
     def untempered(self) -> Iterator[None]:
         before = self.warp
         if before is not None:  # a family may sample without one
@@ -169,14 +161,6 @@ class TokenPolicy(Replays, WarpsLogits):
                 if entropy is not None:
                     entropy[part] += torch.where(where, dist.entropy().to(entropy), 0.0)
         return rollout.replace(logprob=logprob, entropy=entropy)
-
-    def scored_guidance(self, point: Point) -> float:
-        """Choose the guidance scale of a point's log-probs; 1 leaves guidance out."""
-        if point.guidance is not None:
-            return point.guidance
-        if self.guidance_scale is None or self.logprob_guidance == "conditional":
-            return 1.0
-        return self.guidance_scale
 
     def any_process(self, working: bool) -> bool:
         """Tell whether any process still works, where all must make equally many passes."""

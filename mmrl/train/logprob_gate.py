@@ -16,7 +16,7 @@ from mmrl.core import distributed
 from mmrl.core.metrics import Meter
 from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy
-from mmrl.policies.contracts import FollowsProcess
+from mmrl.policies.contracts import FollowsProcess, Guided
 
 # Gaussian decisions: sampler and score are one function, and published clips go down to 2e-6
 EXACT = 1e-6
@@ -98,7 +98,6 @@ def halved(policy: Policy) -> bool:
 def amplified(policy: Policy) -> float:
     """Return by how much guidance enlarges the rounding error of logits: s z_c + (1 - s) z_u, two
     independent errors."""
-    scale = policy.guidance_scale
-    if scale in (None, 1) or policy.logprob_guidance == "conditional":
+    if not isinstance(policy, Guided) or policy.logprob_guidance == "conditional":
         return 1.0
-    return math.hypot(scale, 1 - scale)
+    return math.hypot(policy.guidance_scale, 1 - policy.guidance_scale)

@@ -18,7 +18,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import KERNELS
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Kernel, Query, Transition, tree_map
-from mmrl.policies.base import LogprobGuidance, Policy, rows_of, without_empty
+from mmrl.policies.base import rows_of, without_empty
+from mmrl.policies.contracts import Guided
 from mmrl.policies.diffusion.row_settings import GUIDANCE
 from mmrl.policies.diffusion.trees import Tree
 from samplers import tables
@@ -33,17 +34,15 @@ FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
 Window = Callable[[int, int, Rng], Tensor]
 
 
-class FlowPasses(Policy):
+class FlowPasses(Guided):
     """Runs the network of a flow at states of its paths, with guidance, and makes Gaussian steps of
     what it gives."""
 
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
-    guidance_scale: float
     # the argument of the pipeline's call that is the scale of classifier-free guidance, by which
     # rows and their conditions have one of their own
     guided_by: str = GUIDANCE
-    logprob_guidance: LogprobGuidance
     logprob_reduction: Literal["mean", "sum"]
     logprob_weight: Tensor | None = (
         None  # [*] of each number in the mean over dimensions; 1 on average

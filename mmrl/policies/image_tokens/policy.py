@@ -31,7 +31,7 @@ from mmrl.policies.base import (
     rows_and_groups,
     warn_of_mismatch,
 )
-from mmrl.policies.contracts import EncodesMedia, NamesSpaces
+from mmrl.policies.contracts import EncodesMedia, Guided, NamesSpaces
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.draft_verification import FREE, SHARDED
 from mmrl.policies.image_tokens.attention import Kernel, available
@@ -44,7 +44,7 @@ from samplers.noise import Rng
 from samplers.warp import Anneal, Warp
 
 
-class ImageTokenPolicy(TokenPolicy, NamesSpaces):
+class ImageTokenPolicy(TokenPolicy, Guided, NamesSpaces):
     """Writes images as tokens, block by block, and scores all of them in one teacher-forced pass.
 
     temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. anneal: what
@@ -62,7 +62,6 @@ class ImageTokenPolicy(TokenPolicy, NamesSpaces):
     capabilities = replace(TokenPolicy.capabilities, makes="image", drafts=True)
     keep_groups_together = True
     net: ImageNet
-    guidance_scale: float
 
     def __init__(
         self,

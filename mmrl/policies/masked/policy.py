@@ -46,7 +46,7 @@ from mmrl.policies.base import (
     warn_of_mismatch,
     without_empty,
 )
-from mmrl.policies.contracts import NamesSpaces, Remasks
+from mmrl.policies.contracts import Guided, NamesSpaces, Remasks
 from mmrl.policies.diffusion.flow_passes import stacked
 from mmrl.policies.masked.hidden_tokens import Hidden as Hidden
 from mmrl.policies.masked.hidden_tokens import chosen
@@ -59,7 +59,7 @@ from samplers.warp import Anneal
 SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
 
 
-class MaskedDiffusion(LogitsPolicy, Remasks, NamesSpaces):
+class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
     """Reveals tokens pass by pass, as masked diffusion models do.
 
     steps: passes a sample. sampler: emerge, maskgit or threshold. threshold: of the probability of
@@ -77,7 +77,6 @@ class MaskedDiffusion(LogitsPolicy, Remasks, NamesSpaces):
     not_options: tuple[str, ...] = (*LogitsPolicy.not_options, "blocks", "record_divergence")
     capabilities = replace(LogitsPolicy.capabilities, one_pass=False)
     keep_groups_together = True
-    guidance_scale: float
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from mmrl.core.types import Point, SamplerState
 from mmrl.objectives.forward_process import VELOCITIES, velocity
 from mmrl.policies.base import Policy
 from mmrl.policies.capabilities import capabilities_of
-from mmrl.policies.contracts import FollowsProcess
+from mmrl.policies.contracts import FollowsProcess, guidance_of
 from mmrl.policies.teaching import misfits, signature
 from samplers.kernels import ddim, ode
 from samplers.processes import Consistent, Diffusion, Flow, Process
@@ -34,7 +34,7 @@ def unfit(policy: Any) -> Iterator[tuple[str, str]]:
             "this policy's network predicts noise and jumps to no data: set the policy's option "
             "scheduler to lcm",
         )
-    if policy.guidance_scale not in (None, ONE):
+    if guidance_of(policy) not in (None, ONE):
         yield (
             "guidance_scale",
             "the student learns the teacher's guidance: set the policy's guidance_scale to 1, and "
