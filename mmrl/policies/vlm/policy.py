@@ -316,9 +316,8 @@ class VLM(
     def _recorded(
         self, answers: Answers, cond: list[Encoded], group: Tensor, row: Tensor
     ) -> Rollout:
-        self.report.forwards += int(
-            answers.mask.sum()
-        )  # a row of the network for every token written
+        # a row of the network for every token written
+        self.report.forwards += int(answers.mask.sum())
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
         rollout = Rollout(
             group=group,
