@@ -366,6 +366,17 @@ def names_spaces(policy, rollout):
     assert set(json.loads(json.dumps(policy.spaces()))) <= {"latents", "vocabulary"}
 
 
+def guided(policy, rollout):
+    before = policy.guidance_scale
+    (point, *_) = policy.path(rollout)
+    conditional = policy.logprob_guidance == "conditional"
+    assert policy.scored_guidance(point) == (1.0 if conditional else before)
+    assert policy.scored_guidance(point.replace(guidance=2.5)) == 2.5
+    with policy.untempered(), policy.evaluating(3.0):
+        pass
+    assert policy.guidance_scale == before
+
+
 def elsewhere(policy, rollout):
     """Tested by the last test of this file, or with processes (tests/train)."""
 
@@ -388,6 +399,7 @@ KEPT = {
     contracts.ScoresItself: scores_itself,
     contracts.Measures: measures,
     contracts.NamesSpaces: names_spaces,
+    contracts.Guided: guided,
     contracts.EvaluatesGreedily: elsewhere,
     contracts.SplitsSequences: elsewhere,
 }

@@ -30,7 +30,9 @@ class DrawsBlocks(Protocol):
     warp: Warp
     guidance_scale: float
     logprob_guidance: LogprobGuidance
-    report: Report
+
+    @property
+    def report(self) -> Report: ...
 
     @property
     def dtype(self) -> torch.dtype: ...

@@ -13,6 +13,7 @@ from mmrl.core.broken_rows import SHOWN, BrokenRows
 from mmrl.core.errors import UserError
 from mmrl.data.ledger import Summary
 from mmrl.experiment.build import Session, admitted, read
+from mmrl.policies.report import Report
 from mmrl.policies.vlm import first_look
 from mmrl.policies.vlm.engines.limits import EngineLimits, of_model
 from mmrl.policies.vlm.first_look import misfits
@@ -92,10 +93,9 @@ def test_what_all_rows_of_a_kind_have_is_not_tried_for_each(rows, monkeypatch):
 class Policy:
     """Takes what the first look lets through."""
 
-    notes = ()
-
     def __init__(self, reader):
         self.reader = reader
+        self.report = Report()
 
     def admit(self, prompts):
         if problems := misfits(prompts, self.reader):
