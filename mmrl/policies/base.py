@@ -4,9 +4,9 @@ model."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,7 +29,6 @@ from mmrl.policies.guidance import warn_of_mismatch as warn_of_mismatch
 from mmrl.policies.guidance import without_empty as without_empty
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from mmrl.policies.pass_sizes import PassSizes
-from mmrl.policies.report import Report
 from mmrl.policies.rollout_context import NO_CONTEXT as NO_CONTEXT
 from mmrl.policies.rollout_context import Drafts as Drafts
 from mmrl.policies.rollout_context import Reads as Reads
@@ -49,6 +48,17 @@ class ParameterGroup:
     factor: float = 1.0
     lr: float | None = None
     name: str = "all"
+
+
+@dataclass
+class Report:
+    """Holds what a policy reports: sentences for the log, its foreign code and its work."""
+
+    notes: tuple[str, ...] = ()  # sentences for the log, before training
+    warnings: list[str] = field(default_factory=list)  # sentences for the log, during training
+    # the files of code outside mmrl that make the model, with their SHA-256
+    code: Mapping[str, str] = field(default_factory=dict)
+    forwards: int = 0  # rows that went through the network so far
 
 
 class Policy(ABC):

@@ -21,7 +21,6 @@ from mmrl.policies.base import Policy, Reads
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.guidance import LogprobGuidance, at_guidance
 from samplers.noise import Rng
-from samplers.warp import Warp
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class Trial:
 
 if TYPE_CHECKING:
     from samplers.processes import Process
+    from samplers.warp import Warp
 
 
 class Contract:

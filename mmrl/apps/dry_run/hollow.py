@@ -26,12 +26,12 @@ from mmrl.core.registry import ADVANTAGES, OBJECTIVES
 from mmrl.core.types import Media, Prompt, Query, Rollout
 from mmrl.core.weights import Weights
 from mmrl.objectives.contracts import HasTeacher
+from mmrl.policies.base import Report
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.pass_sizes import PassSizes
 from mmrl.policies.quantization import check_frozen
-from mmrl.policies.report import Report
 from mmrl.scoring import Scorer
 from mmrl.train.batch import Batch
 from mmrl.train.trainer import Trainer

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from mmrl.core.host import sent
 from mmrl.core.types import Rollout, TokenOrder
-from mmrl.policies.base import Drafts, LogprobGuidance
+from mmrl.policies.base import Drafts, LogprobGuidance, Report
 from mmrl.policies.draft_verification import Forced, accepted
 from mmrl.policies.image_tokens.network import Inputs, beside, spans, stacked
-from mmrl.policies.report import Report
 from mmrl.policies.scores import BYTES, recorded
 from samplers.batching import chunks
 from samplers.noise import Rng

@@ -19,7 +19,7 @@ from mmrl.core.types import Rewards
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.kl import KL
 from mmrl.objectives.surrogates import gspo
-from mmrl.policies import base
+from mmrl.policies import pass_sizes
 from mmrl.policies.contracts import Demonstrates
 from mmrl.rollout.stages import Drawn
 from mmrl.train.minibatches import passes
@@ -292,7 +292,7 @@ def test_neither_uneven_groups_nor_the_size_of_passes_changes_a_row(kind):
 
 def test_in_shards_every_process_makes_the_passes_of_the_busiest(monkeypatch):
     """In sampling, by kind, and while another process still writes; test_processes.py has two."""
-    for module in (base, local_flow):
+    for module in (pass_sizes, local_flow):
         monkeypatch.setattr(module, "sharded", lambda net: True)
     monkeypatch.setattr(local_flow.distributed, "any_of", lambda flag: True)
     policy = flow(fixed_batch_rows=2)

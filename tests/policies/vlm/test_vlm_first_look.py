@@ -13,7 +13,7 @@ from mmrl.core.broken_rows import SHOWN, BrokenRows
 from mmrl.core.errors import UserError
 from mmrl.data.ledger import Summary
 from mmrl.experiment.build import Session, admitted, read
-from mmrl.policies.report import Report
+from mmrl.policies.base import Report
 from mmrl.policies.vlm import first_look
 from mmrl.policies.vlm.engines.limits import EngineLimits, of_model
 from mmrl.policies.vlm.first_look import misfits
