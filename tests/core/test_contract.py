@@ -265,46 +265,44 @@ def made(
 # every entry
 
 
-@pytest.mark.parametrize(("kind", "name"), ENTRIES)
-def test_an_entry_says_what_it_is(kind, name):
-    line = describe(ALL[kind][name])
-    assert line, f"{kind} {name!r} has no docstring: `mmrl list` shows its first line"
-    assert len(line) <= 110, (
-        f"{kind} {name!r}: the first line of the docstring has {len(line)} characters, 110 fit"
-    )
+def test_an_entry_says_what_it_is_in_a_line_that_fits():
+    lines = {(kind, name): describe(ALL[kind][name]) for kind, name in ENTRIES}
+    assert not [entry for entry, line in lines.items() if not 0 < len(line) <= 110]
 
 
-@pytest.mark.parametrize(("kind", "name"), ENTRIES)
-def test_the_options_of_an_entry_can_be_written_and_checked(kind, name):
-    for key, option in registry.options(ALL[kind][name]).items():
-        typed = option.annotation is not option.empty or isinstance(
-            option.default, (bool, int, float, str)
-        )
-        assert typed, (
-            f"{kind} {name!r}: option {key!r} has neither a type nor a default that tells it"
-        )
-        assert not isinstance(option.annotation, str), (
-            f"{kind} {name!r}: option {key!r}: {option.annotation} unresolved"
-        )
+def test_the_options_of_an_entry_can_be_written_and_checked():
+    """Each has a type, or a default that tells it."""
+    untyped = [
+        f"{kind} {name}: {key}"
+        for kind, name in ENTRIES
+        for key, option in registry.options(ALL[kind][name]).items()
+        if isinstance(option.annotation, str)
+        or option.annotation is option.empty
+        and not isinstance(option.default, (bool, int, float, str))
+    ]
+    assert not untyped
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),  # a stage that an option of train asks for is not named itself
-    [e for e in ENTRIES if not getattr(ALL[e[0]][e[1]], "option", "")],
-)
-def test_an_unknown_option_is_refused_with_what_there_is(kind, name):
-    with pytest.raises(UserError, match="no_such_option: unknown option") as error:
-        build({name: {"no_such_option": 1}}, ALL[kind], kind)
-    assert all(key in str(error.value) for key in registry.options(ALL[kind][name]))
+def test_an_unknown_option_is_refused_with_what_there_is():
+    for kind, name in ENTRIES:
+        if getattr(ALL[kind][name], "option", ""):
+            continue  # a stage that an option of train asks for is not named itself
+        with pytest.raises(UserError, match="no_such_option: unknown option") as error:
+            build({name: {"no_such_option": 1}}, ALL[kind], kind)
+        options = registry.options(ALL[kind][name])
+        assert all(key in str(error.value) for key in options), (kind, name)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [e for e in ENTRIES if not inspect.isclass(ALL[e[0]][e[1]])]
-)
-def test_options_of_a_function_have_defaults(kind, name):
+def test_options_of_a_function_have_defaults():
     """Positional parameters are the caller's; what the user sets must be able to stay away."""
-    for key, option in registry.options(ALL[kind][name]).items():
-        assert option.default is not option.empty, f"{kind} {name!r}: option {key!r} has no default"
+    needed = [
+        f"{kind} {name}: {key}"
+        for kind, name in ENTRIES
+        if not inspect.isclass(ALL[kind][name])
+        for key, option in registry.options(ALL[kind][name]).items()
+        if option.default is option.empty
+    ]
+    assert not needed
 
 
 def test_a_name_that_cannot_be_built_is_told_where_to_add_its_options(monkeypatch):

@@ -7,7 +7,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
 from mmrl.policies.vlm.routing import FREE, weights
 from mmrl.train.minibatches import passes
-from mmrl.zoo.stages.replay_buffer import Remembered, packed, unpacked
+from mmrl.zoo.stages.answer_memory import Remembered, packed, unpacked
 from tests.policies.vlm.test_vlm_policy import logprobs, policy_of, prompts, quiet, rolled
 
 assert quiet  # a fixture of that file
