@@ -32,6 +32,7 @@ AGAIN = (  # what to do where a sharded policy is to be trained once more
     "it was trained, and a second training needs it anew; go on in a new start of the script, "
     "mmrl.Trainer(..., run=FOLDER).train(resume=True), or load the policy again"
 )
+SIZES = ("iterations", "prompts_per_iteration", "group_size", "train_batch_size", "seed")
 DEFAULT_SIZE = 8  # prompts of an iteration, and samples of each
 
 
@@ -91,25 +92,25 @@ class Trainer:
         sections |= self._data(prompts, held_out, reader_of(sections))
         sections |= self._rewards(reward, reward_weights, prompts is not None)
         plugged = {"objective": objective, "advantage": advantage, "optimizer": optimizer}
-        for section, chosen in plugged.items():
-            if chosen is not None:
-                sections[section] = self._plugged(section, chosen)
+        chosen = {name: each for name, each in plugged.items() if each is not None}
+        sections |= {name: self._plugged(name, each) for name, each in chosen.items()}
+        numbers = (iterations, prompts_per_iteration, group_size, train_batch_size, seed)
+        sizes = dict(zip(SIZES, numbers, strict=True))
+        words = [] if learning_rate is None else [f"optimizer.lr={learning_rate!r}"]
+        self.config = self._checked(sections, sizes, [*words, *words_of(overrides)])
+
+    def _checked(
+        self, sections: dict[str, Any], sizes: Mapping[str, int | None], words: Sequence[str]
+    ) -> Config:
+        """Make the configuration, with defaults for what is not said, and check it."""
         sections.setdefault("objective", "policy_gradient")
         sections.setdefault("optimizer", "adamw")
-        sizes = {
-            "iterations": iterations,
-            "prompts_per_iteration": prompts_per_iteration,
-            "group_size": group_size,
-            "train_batch_size": train_batch_size,
-            "seed": seed,
-        }
         sections["train"] = trained_sizes(sections.get("train") or {}, sizes)
-        words = [f"optimizer.lr={learning_rate!r}"] if learning_rate is not None else []
-        words += words_of(overrides)
         with isolated(self.live):
-            self.config = config.from_mapping(sections, words, file="mmrl.Trainer")
-            config.check(self.config, SECTIONS, {"optimizer": ("parameters",)})
-            check_trackers(self.config)
+            known = config.from_mapping(sections, words, file="mmrl.Trainer")
+            config.check(known, SECTIONS, {"optimizer": ("parameters",)})
+            check_trackers(known)
+        return known
 
     def train(
         self, *, resume: bool = False, accept_changes: bool = False, progress: bool = True
@@ -280,8 +281,8 @@ def digest(prompts: Sequence[Prompt]) -> str:
     return code.hexdigest()[:16]
 
 
-def new_folder(root: Path = Path("runs"), name: str = "trainer") -> Path:
+def new_folder() -> Path:
     """Name a run folder that does not exist yet by the time."""
-    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    names = (stem, *(f"{stem}-{number}" for number in range(2, 1000)))
-    return next(root / name for name in names if not (root / name).exists())
+    stem = Path("runs", f"trainer-{datetime.now():%Y%m%d-%H%M%S}")
+    names = (stem, *(Path(f"{stem}-{number}") for number in range(2, 1000)))
+    return next(name for name in names if not name.exists())

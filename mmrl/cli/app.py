@@ -10,58 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmrl.cli.arguments import (
-    AcceptChanges,
-    Adapters,
-    AdapterWeights,
-    ArtifactNames,
-    AsMarkdown,
-    At,
-    AuditedConfig,
-    BaseModel,
-    Benchmark,
-    BestOf,
-    Budget,
-    By,
-    ClipFeatures,
-    ComparedBy,
-    ComparedConfigs,
-    Devices,
-    DryRun,
-    FileForm,
-    Fit,
-    Guidance,
-    HeldOut,
-    HiddenWidths,
-    License,
-    ListWords,
-    LoraFile,
-    LoraForm,
-    Margin,
-    MergedFolder,
-    Overrides,
-    Processes,
-    PromptImages,
-    PromptTexts,
-    PromptVideos,
-    PushFolder,
-    Rated,
-    RatingsFile,
-    Resume,
-    RunFolder,
-    RunOrConfig,
-    ScoresFile,
-    SearchWord,
-    Served,
-    ServeOverrides,
-    ShownPrompts,
-    Swept,
-    TrainConfig,
-    TrainEngine,
-    Varied,
-    ViewedRuns,
-    VisionFeatures,
-)
+from mmrl.cli import arguments
 
 app = typer.Typer(
     help="Reinforcement fine-tuning for vision-language models and image and video generators.\n\n"
@@ -125,15 +74,15 @@ def options(
 
 @app.command()
 def train(
-    config: TrainConfig,
-    overrides: Overrides = None,
-    resume: Resume = False,
-    accept_changes: AcceptChanges = False,
-    dry_run: DryRun = False,
-    processes: Processes = 1,
-    devices: Devices = None,
-    fit: Fit = False,
-    engine: TrainEngine = None,
+    config: arguments.TrainConfig,
+    overrides: arguments.Overrides = None,
+    resume: arguments.Resume = False,
+    accept_changes: arguments.AcceptChanges = False,
+    dry_run: arguments.DryRun = False,
+    processes: arguments.Processes = 1,
+    devices: arguments.Devices = None,
+    fit: arguments.Fit = False,
+    engine: arguments.TrainEngine = None,
 ) -> None:
     """Train a configuration, or go on with a run.
 
@@ -167,7 +116,7 @@ def train(
 
 @app.command()
 def rerun(
-    run: RunFolder,
+    run: arguments.RunFolder,
     folder: Annotated[
         Path | None, typer.Option("--out", help="New folder; default: RUN-rerun.")
     ] = None,
@@ -185,13 +134,13 @@ def rerun(
 
 @app.command()
 def evaluate(
-    path: RunOrConfig,
-    overrides: Overrides = None,
-    checkpoint: At = None,
-    best_of: BestOf = None,
-    by: By = None,
-    scores: ScoresFile = None,
-    benchmark: Benchmark = None,
+    path: arguments.RunOrConfig,
+    overrides: arguments.Overrides = None,
+    checkpoint: arguments.At = None,
+    best_of: arguments.BestOf = None,
+    by: arguments.By = None,
+    scores: arguments.ScoresFile = None,
+    benchmark: arguments.Benchmark = None,
 ) -> None:
     """Measure rewards on held-out prompts with 95 % confidence intervals: base model and trained
     model. Or score a benchmark of the field."""
@@ -216,19 +165,19 @@ def evaluate(
 
 @app.command()
 def sample(
-    path: RunOrConfig,
-    overrides: Overrides = None,
-    prompt: PromptTexts = None,
+    path: arguments.RunOrConfig,
+    overrides: arguments.Overrides = None,
+    prompt: arguments.PromptTexts = None,
     prompts: Annotated[Path | None, typer.Option(help="A .txt or .jsonl file of prompts.")] = None,
-    image: PromptImages = None,
-    video: PromptVideos = None,
-    checkpoint: At = None,
+    image: arguments.PromptImages = None,
+    video: arguments.PromptVideos = None,
+    checkpoint: arguments.At = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the files.")] = Path("samples"),
     num_samples: Annotated[int, typer.Option(min=1, max=10**6, help="Samples a prompt.")] = 4,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    guidance: Guidance = None,
-    best_of: BestOf = None,
-    by: By = None,
+    guidance: arguments.Guidance = None,
+    best_of: arguments.BestOf = None,
+    by: arguments.By = None,
     animated_png: Annotated[
         bool, typer.Option("--animated-png", help="Videos as animated PNG in place of .mp4.")
     ] = False,
@@ -255,17 +204,17 @@ def sample(
 
 @app.command()
 def label(
-    path: RunOrConfig,
-    overrides: Overrides = None,
+    path: arguments.RunOrConfig,
+    overrides: arguments.Overrides = None,
     file: Annotated[Path, typer.Option("--out", "-o", help="New .jsonl file.")] = Path(
         "pairs.jsonl"
     ),
     num_samples: Annotated[int, typer.Option(min=2, max=10**4, help="Samples a prompt.")] = 8,
-    by: ComparedBy = "",
-    margin: Margin = 0.0,
+    by: arguments.ComparedBy = "",
+    margin: arguments.Margin = 0.0,
     split: Annotated[str, typer.Option(help="train or held_out: prompts of the data.")] = "train",
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts; default: all.")] = None,
-    checkpoint: At = None,
+    checkpoint: arguments.At = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Make preference pairs: the best and the worst of several samples of a prompt, by rewards."""
@@ -279,12 +228,12 @@ def label(
 
 @app.command(name="fit-head")
 def fit_head(
-    data: Rated,
+    data: arguments.Rated,
     folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("head"),
-    clip: ClipFeatures = None,
-    vision: VisionFeatures = None,
-    hidden: HiddenWidths = None,
-    held_out: HeldOut = 0.2,
+    clip: arguments.ClipFeatures = None,
+    vision: arguments.VisionFeatures = None,
+    hidden: arguments.HiddenWidths = None,
+    held_out: arguments.HeldOut = 0.2,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:0 ...")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
@@ -297,10 +246,10 @@ def fit_head(
 
 @app.command()
 def export(
-    run: RunFolder,
+    run: arguments.RunFolder,
     folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("export"),
-    checkpoint: At = None,
-    form: LoraForm = "diffusers",
+    checkpoint: arguments.At = None,
+    form: arguments.LoraForm = "diffusers",
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16 of what is stored; default: the base's."),
@@ -314,12 +263,12 @@ def export(
 
 @app.command()
 def convert(
-    adapters: Adapters,
-    base: BaseModel = None,
-    form: FileForm = None,
-    file: LoraFile = None,
-    into: MergedFolder = None,
-    weight: AdapterWeights = None,
+    adapters: arguments.Adapters,
+    base: arguments.BaseModel = None,
+    form: arguments.FileForm = None,
+    file: arguments.LoraFile = None,
+    into: arguments.MergedFolder = None,
+    weight: arguments.AdapterWeights = None,
 ) -> None:
     """Convert a LoRA file to another form, or merge adapters into the model they are for."""
     from mmrl.cli.converting import converted
@@ -329,11 +278,11 @@ def convert(
 
 @app.command()
 def push(
-    run: RunFolder,
+    run: arguments.RunFolder,
     repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Made if it is missing.")],
-    dry_run: PushFolder = None,
-    checkpoint: At = None,
-    license: License = None,
+    dry_run: arguments.PushFolder = None,
+    checkpoint: arguments.At = None,
+    license: arguments.License = None,
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
     message: Annotated[str, typer.Option(help="Of the commit.")] = "Trained with mmrl",
 ) -> None:
@@ -348,7 +297,7 @@ def push(
 
 
 @app.command()
-def report(run: RunFolder) -> None:
+def report(run: arguments.RunFolder) -> None:
     """Write one self-contained HTML page about a run."""
     from mmrl.monitoring.report.page import BEFORE_AFTER, write_report
     from mmrl.monitoring.report.pictures import saved_picture
@@ -360,11 +309,11 @@ def report(run: RunFolder) -> None:
 
 @app.command()
 def compare(
-    configs: ComparedConfigs,
-    vary: Varied = None,
-    sweep: Swept = None,
+    configs: arguments.ComparedConfigs,
+    vary: arguments.Varied = None,
+    sweep: arguments.Swept = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds 0, 1, ...")] = 3,
-    budget: Budget = None,
+    budget: arguments.Budget = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
     folder: Annotated[Path, typer.Option("--out", help="Folder for runs, page and JSON.")] = Path(
         "comparison"
@@ -390,8 +339,8 @@ def compare(
 
 @app.command()
 def view(
-    runs: ViewedRuns,
-    rate: RatingsFile = None,
+    runs: arguments.ViewedRuns,
+    rate: arguments.RatingsFile = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 7007,
 ) -> None:
@@ -403,7 +352,7 @@ def view(
 
 @app.command()
 def build(
-    names: ArtifactNames = None,
+    names: arguments.ArtifactNames = None,
 ) -> None:
     """Build parts of the embedded world ahead of time. They are cached."""
     from mmrl.cli import commands
@@ -413,8 +362,8 @@ def build(
 
 @app.command(name="serve-reward")
 def serve_reward(
-    config: Served,
-    overrides: ServeOverrides = None,
+    config: arguments.Served,
+    overrides: arguments.ServeOverrides = None,
 ) -> None:
     """Serve the rewards of a configuration to other machines over HTTP."""
     from mmrl.apps.serve.server import serve
@@ -425,8 +374,8 @@ def serve_reward(
 
 @app.command(name="serve-teacher")
 def serve_teacher(
-    config: Served,
-    overrides: ServeOverrides = None,
+    config: arguments.Served,
+    overrides: arguments.ServeOverrides = None,
 ) -> None:
     """Serve the policy of a configuration as a teacher for distillation on other machines."""
     from mmrl.apps.serve import server
@@ -437,8 +386,8 @@ def serve_teacher(
 
 @app.command(name="check-reward")
 def check_reward(
-    config: AuditedConfig,
-    overrides: Overrides = None,
+    config: arguments.AuditedConfig,
+    overrides: arguments.Overrides = None,
     samples: Annotated[int, typer.Option(min=1, help="Prompts to look at.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Which of them.")] = 0,
 ) -> None:
@@ -456,11 +405,11 @@ def check_reward(
 @app.command()
 def data(
     config: Annotated[Path, typer.Argument(help="A .yaml file with `data:`, or a shipped name.")],
-    overrides: Overrides = None,
+    overrides: arguments.Overrides = None,
     page: Annotated[
         Path | None, typer.Option("--out", help="The HTML page; default: none is written.")
     ] = None,
-    count: ShownPrompts = 24,
+    count: arguments.ShownPrompts = 24,
     check: Annotated[
         bool, typer.Option("--check", help="Decode every picture and clip whole.")
     ] = False,
@@ -474,9 +423,9 @@ def data(
 
 @app.command(name="list")
 def list_(
-    words: ListWords = None,
-    search: SearchWord = None,
-    markdown: AsMarkdown = False,
+    words: arguments.ListWords = None,
+    search: arguments.SearchWord = None,
+    markdown: arguments.AsMarkdown = False,
 ) -> None:
     """List what can be named in a configuration: the kinds, a kind's names, or a name's options."""
     if markdown:

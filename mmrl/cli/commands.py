@@ -57,29 +57,11 @@ def evaluate(
         )
     options = session.evaluation
     prompts = session.prompts()[: options.prompts]
-    policy_scale = guidance_of(session.policy)
-    choice = _prepared(session, best, judges)
-    rows: list[dict[str, Any]] = []
-    models = []
-    base: evaluation.Scores | None = None
-    for model, snapshot, guidance in _models(session, policy_scale, run is not None):
-        scale = None if guidance == policy_scale else guidance  # else those of rows hold
-        with in_force(session, snapshot):
-            measured = evaluation.scores(session.policy, prompts, judges, options, scale, choice)
-        rows.append(evaluation.row(model, guidance, measured, base))
-        models.append({"model": model, "guidance": guidance, **measured.plain()})
-        base = base or measured
-    texts = [str(prompt.get("text", "")) for prompt in prompts]
-    sizes: dict[str, Any] = {
-        "prompts": len(prompts),
-        "num_samples": options.num_samples,
-        "held_out": bool(session.source.held_out),
-        # equal where the means of prompts, in their order, can be paired with those of another run
-        "prompts_sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest(),
-    }
-    sizes |= {"best_of": best.count, "by": best.by} if best else {}
+    rows, models = _measured(session, prompts, judges, best, run is not None)
     if not distributed.is_main():  # the main process writes
         return rows, target
+    texts = [str(prompt.get("text", "")) for prompt in prompts]
+    sizes = _sizes(session, texts, best)
     with on_disk(target.parent):
         write_json(target, {**sizes, "rows": rows})
         if scores is not None:
@@ -87,6 +69,43 @@ def evaluate(
             about = {**sizes, "split": options.split, "prompts": texts, "weights": weights}
             write_json(scores, {**about, "models": models})
     return rows, target
+
+
+def _sizes(session: Session, texts: Sequence[str], best: Selection | None) -> dict[str, Any]:
+    """Say what an evaluation is over."""
+    return {
+        "prompts": len(texts),
+        "num_samples": session.evaluation.num_samples,
+        "held_out": bool(session.source.held_out),
+        # equal where the means of prompts, in their order, can be paired with those of another run
+        "prompts_sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest(),
+        **({"best_of": best.count, "by": best.by} if best else {}),
+    }
+
+
+def _measured(
+    session: Session,
+    prompts: Sequence[Prompt],
+    judges: Scorer,
+    best: Selection | None,
+    is_run: bool,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure every model: the rows of ``evaluation.json``, and what every prompt scored."""
+    policy_scale = guidance_of(session.policy)
+    choice = _prepared(session, best, judges)
+    rows: list[dict[str, Any]] = []
+    models = []
+    base: evaluation.Scores | None = None
+    for model, snapshot, guidance in _models(session, policy_scale, is_run):
+        scale = None if guidance == policy_scale else guidance  # else those of rows hold
+        with in_force(session, snapshot):
+            measured = evaluation.scores(
+                session.policy, prompts, judges, session.evaluation, scale, choice
+            )
+        rows.append(evaluation.row(model, guidance, measured, base))
+        models.append({"model": model, "guidance": guidance, **measured.plain()})
+        base = base or measured
+    return rows, models
 
 
 def refuse_with_benchmark(options: Mapping[str, Any]) -> None:

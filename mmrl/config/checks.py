@@ -68,20 +68,7 @@ def check(
     _try(problems, import_plugins, config)
     if len(problems) > len(before):  # without them the names of other sections are unknown
         raise_all(problems)
-    entries: dict[str, Resolved] = {}
-    objective = None
-    for section, registry in _present(config, PLUGGED, before):
-        from_code = supplied.get(section, ())
-        resolved = resolve(config[section], registry, config.place((section,)), problems, from_code)
-        if isinstance(resolved, Resolved):
-            if _cheap(resolved.entry) and not from_code:
-                # plain values: their own checks cost nothing
-                plug_in = _try(problems, construct, resolved)
-                objective = plug_in if section == "objective" else objective
-            entries[section] = resolved
-        problems += missing_files(resolved)
-        problems += _absent_packages(resolved)
-        problems += impossible_options(resolved)
+    entries, objective = _resolved_plug_ins(config, supplied, before, problems)
     problems += _unsuited(entries, objective)
     if (preset := config.plain.get("preset")) and "policy" in entries:
         why = unsuited_preset(preset, entries["policy"].entry)
@@ -102,6 +89,31 @@ def check(
     problems += _unvalidated(config, sections.get("train"), sections.get("evaluate"))
     check_names(config, problems)
     raise_all(problems)
+
+
+def _resolved_plug_ins(
+    config: Config,
+    supplied: Mapping[str, Collection[str]],
+    before: Collection[str],
+    problems: list[str],
+) -> tuple[dict[str, Resolved], Any]:
+    """Resolve the plug-ins of every section; return them with the objective, built, where it is
+    made of plain values."""
+    entries: dict[str, Resolved] = {}
+    objective = None
+    for section, registry in _present(config, PLUGGED, before):
+        from_code = supplied.get(section, ())
+        resolved = resolve(config[section], registry, config.place((section,)), problems, from_code)
+        if isinstance(resolved, Resolved):
+            if _cheap(resolved.entry) and not from_code:
+                # plain values: their own checks cost nothing
+                plug_in = _try(problems, construct, resolved)
+                objective = plug_in if section == "objective" else objective
+            entries[section] = resolved
+        problems += missing_files(resolved)
+        problems += _absent_packages(resolved)
+        problems += impossible_options(resolved)
+    return entries, objective
 
 
 def options_of_section(config: Config, name: str, cls: type, problems: list[str]) -> Any:
@@ -155,7 +167,7 @@ def _unfit_sizes(
     processes: int,
 ) -> Iterator[str]:
     """Find what in ``train`` does not suit itself, the policy or the objective."""
-    if why := without_average(getattr(objective, "snapshots", ()), built):
+    if objective is not None and (why := without_average(objective.snapshots, built)):
         yield entries["objective"].place.say(why)
     yield from indivisible(config, built, processes)
     unfit = [*unsupported_options(built, entries["policy"].entry if "policy" in entries else None)]
@@ -189,12 +201,12 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
         policy = entries["policy"]
         if why := unsuited(objective.entry, policy.entry):
             yield objective.place.say(why)
-        elif hasattr(built, "unfit"):
+        elif built is not None:
             yield from _unrecorded(objective, policy, "objective")
             for option, reason in built.unfit(policy.entry):
                 yield (objective.place / option).say(reason)
         yield from _blocked(objective, policy)
-        if getattr(built, "single_paths", False) and policy.options.get("tree") is not None:
+        if built is not None and built.single_paths and policy.options.get("tree") is not None:
             yield objective.place.say(
                 f"the objective {objective.entry.__name__} follows single paths: remove the "
                 "policy's option tree, whose samples share the steps of theirs"
@@ -338,9 +350,9 @@ def _unvalidated(config: Config, train: Any, evaluation: Any) -> Iterator[str]:
         validates = getattr(weighted.reward.entry, "validates", None)
         if validates is None or not validates(weighted.reward.options):
             continue
-        every = getattr(train, "evaluate_every", 1)
-        split = getattr(evaluation, "split", "development")
-        if not every or split != "development":
+        if (train is not None and not train.evaluate_every) or (
+            evaluation is not None and evaluation.split != "development"
+        ):
             yield (place / name).say(
                 f"reward {name!r} is measured on validation prompts: set train.evaluate_every, "
                 f"and evaluate.split=development, so that no number is reported of them"

@@ -51,6 +51,7 @@ def unfit_for_preferences(
 
     ``objective``: one, or a class; ``policy``: one, a class, or what makes one.
     """
+    from mmrl.policies.capabilities import capabilities_of
     from mmrl.policies.contracts import Demonstrates
 
     if group_size != preferences.group_size:
@@ -59,7 +60,7 @@ def unfit_for_preferences(
             f"train.group_size: {group_size}, but with train.preferences a prompt has {has}: set "
             f"it to {preferences.group_size}"
         )
-    can = getattr(policy, "capabilities", None)
+    can = capabilities_of(policy)
     if can is not None and not Demonstrates.kept_by(policy):
         yield "train.preferences: this policy takes no answers of others: it has no demonstrate"
     if not objective.offline:

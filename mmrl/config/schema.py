@@ -136,6 +136,15 @@ def _elsewhere(place: Place, key: Any, value: Any) -> str:
     return f"; prompts of a file: data={{prompts: {{path: {value}}}}}"
 
 
+def _called_here(name: str, known: Collection[str]) -> str:
+    """Say what an unknown option may be called here; "" where nothing is near."""
+    own_name = NAMES_OF_THE_FIELD.get(("option", name))
+    if own_name in known:
+        return f"it is called {own_name!r} here"
+    close = suggest(name, known)
+    return close if close.startswith("did") else ""
+
+
 def resolve_call(
     entry: Plugin,
     chosen: Any,
@@ -163,10 +172,8 @@ def resolve_call(
     converted = {}
     for key, value in chosen.items():
         if key not in known:
-            own_name = NAMES_OF_THE_FIELD.get(("option", str(key)))
-            named = own_name in known
-            close = f"it is called {own_name!r} here" if named else suggest(str(key), known)
-            hint = f"; {close}{short}" if named or close.startswith("did") else takes
+            close = _called_here(str(key), known)
+            hint = f"; {close}{short}" if close else takes
             hint += _elsewhere(place, key, value)
             problems.append((place / key).say(f"unknown option{hint}"))
         # the default None may always be written out

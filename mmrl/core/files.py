@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def sync(path: Path) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file beside ``path``, then rename it, so that a reader never sees half of it."""
-    draft = path.with_name(path.name + ".part")
+    draft = path.with_name(f".{path.name}.partial")
     draft.write_bytes(content)
     sync(draft)  # or a power cut may leave the name and nothing in it
     draft.replace(path)
@@ -110,10 +111,16 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, text + "\n")
 
 
+def finite(value: Any) -> Any:
+    """Return plain values as JSON allows: null in the place of numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file that is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.partial")
-    draft.write_text(text, encoding="utf-8")
-    sync(draft)  # or a power cut may leave the name and nothing in it
-    draft.replace(path)
+    replace_file(path, text.encode())

@@ -78,22 +78,16 @@ def load_model(
         unread: parts of names of weights that the caller does not use, and that may be missing.
         options: ``dtype`` and others of ``from_pretrained``.
 
-    Raises:
-        UserError: it cannot be loaded, or not whole.
+    Raises UserError where it cannot be loaded, or not whole.
     """
     place = _expanded(path)
     folder = folder_of(place, subfolder)
     _refuse_others(entry, place, folder, remote_code)
-    if folder is not None and (variant := weight_files.variant_of(folder)):
-        options.setdefault("variant", variant)
     what = f"{place}/{subfolder}" if subfolder else place
     entry = _class_in(entry, place, subfolder)
     if _hollow.get() and not remote_code:
         return _made_hollow(entry, place, subfolder)
-    if str(entry.__name__).startswith("Auto") or remote_code:
-        options["trust_remote_code"] = remote_code
-    if subfolder:
-        options["subfolder"] = subfolder
+    options = _named(entry, folder, subfolder, remote_code) | options
     with _explained(entry, what, folder, remote_code), guarded(remote_code), _quiet():
         net, info = entry.from_pretrained(
             place, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -101,6 +95,23 @@ def load_model(
     loading = Loading.of(info, unread)
     if folder is not None and not loading.is_whole:
         net, loading = _without_wrappers(net, loading, folder, what)
+    _check_whole(net, loading, what, folder)
+    return net
+
+
+def _named(entry: Any, folder: Path | None, subfolder: str, remote_code: bool) -> dict[str, Any]:
+    """Name the files that are meant, and whether code may run, as ``from_pretrained`` has it."""
+    options: dict[str, Any] = {}
+    if folder is not None and (variant := weight_files.variant_of(folder)):
+        options["variant"] = variant
+    if str(entry.__name__).startswith("Auto") or remote_code:
+        options["trust_remote_code"] = remote_code
+    return options | ({"subfolder": subfolder} if subfolder else {})
+
+
+def _check_whole(net: nn.Module, loading: Loading, what: str, folder: Path | None) -> None:
+    """Raise UserError for a network that lacks weights or has broken ones; warn of tensors that it
+    does not use."""
     if complaint := complete_weights.complaint(net, loading, what):
         raise UserError((folder and weight_files.fault_in(folder)) or complaint)
     _check_finite(net, what, folder)
@@ -108,9 +119,8 @@ def load_model(
         warnings.warn(
             f"{what}: {type(net).__name__} does not use {len(loading.unexpected)} tensors of its "
             f"files, such as {complete_weights.listed(loading.unexpected)}",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return net
 
 
 def _refuse_others(entry: Any, place: str, folder: Path | None, remote_code: bool) -> None:
@@ -187,45 +197,44 @@ def load_single_file(
     ``entry.from_single_file`` of diffusers.
 
     Args:
-        entry: class of diffusers.
         file: with the original names of the tensors, or diffusers'.
         place: local folder of diffusers, whose configurations hold; nothing is downloaded.
         subfolder: of a network; "" for a pipeline.
-        dtype: of the weights.
         parts: networks of a pipeline that must be whole.
         options: further parts of a pipeline, which the file lacks.
 
-    Raises:
-        UserError: the class reads no such file, or it is not whole.
+    Raises UserError where the class reads no such file, or it is not whole.
     """
     if not hasattr(entry, "from_single_file"):
         raise UserError(
             f"{file}: diffusers' {entry.__name__} reads no single files; take the model's folder "
             "in diffusers' format"
         )
-    if subfolder:
-        options["subfolder"] = subfolder
+    options |= {"config": place, "local_files_only": True, "dtype": dtype}
+    options |= {"subfolder": subfolder} if subfolder else {}
     try:
         with guarded(), _quiet():
-            loaded = entry.from_single_file(
-                str(file), config=place, local_files_only=True, dtype=dtype, **options
-            )
+            loaded = entry.from_single_file(str(file), **options)
     except Exception as error:  # each converter of diffusers has errors of its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(
             weight_files.fault(file)
             or f"{file} does not fit {place}: diffusers' {entry.__name__} cannot load it: "
-            f"{reason}; give by --base a folder of the same architecture"
+            f"{_reason(error)}; give by --base a folder of the same architecture"
         ) from error
     for net in [getattr(loaded, part) for part in parts] or [loaded]:
-        empty = [name for name, tensor in net.state_dict().items() if tensor.is_meta]
-        if empty:
-            raise UserError(
-                f"{file} does not fit {place}: {type(net).__name__} has {len(empty)} weights that "
-                f"the file lacks, such as {empty[0]}"
-            )
-        _check_finite(net, str(file), None)
+        _check_filled(net, file, place)
     return loaded
+
+
+def _check_filled(net: nn.Module, file: Path, place: str) -> None:
+    """Raise UserError for a network of which a file lacks weights, or has broken ones."""
+    empty = [name for name, tensor in net.state_dict().items() if tensor.is_meta]
+    if empty:
+        raise UserError(
+            f"{file} does not fit {place}: {type(net).__name__} has {len(empty)} weights that "
+            f"the file lacks, such as {empty[0]}"
+        )
+    _check_finite(net, str(file), None)
 
 
 def load_components(
@@ -402,11 +411,14 @@ def _explained(
             raise
         if folder is not None and (broken := weight_files.fault_in(folder)):
             raise UserError(broken) from error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(
-            f"{what}: {entry.__name__} cannot load it: {reason}; give a local folder, or a hub id "
-            f"that this machine can download (log in with `hf auth login` for gated models)"
+            f"{what}: {entry.__name__} cannot load it: {_reason(error)}; give a local folder, or a "
+            f"hub id that this machine can download (log in with `hf auth login` for gated models)"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _about_code(entry: Any, what: str) -> str:

@@ -378,13 +378,14 @@ def supervised(configuration: Config) -> bool:
     name = spec if isinstance(spec, str) else next(iter(spec), "")
     if configuration.section("train", TrainOptions).preferences is not None:
         return True
-    return bool(getattr(OBJECTIVES.find(name), "supervised", False))
+    entry: Any = OBJECTIVES.find(name)
+    return bool(entry.supervised)
 
 
 def compares(configuration: Config) -> bool:
     """Tell whether the samples of a prompt are compared."""
     objective = configuration.build("objective", OBJECTIVES)
-    return not supervised(configuration) and getattr(objective, "compares", True)
+    return not supervised(configuration) and objective.compares
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:

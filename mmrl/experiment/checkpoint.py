@@ -74,14 +74,19 @@ def save(
             listed = {name: files[name] for name in names}
             made_by = {"format": FORMAT, "mmrl": __version__}
             state = made_by | {"iteration": iteration, "files": listed, "meta": meta}
-            (work / "state.json").write_text(json.dumps(state, indent=1))
-            for path in [*work.rglob("*"), work]:
-                sync(path)
-            shutil.rmtree(final, ignore_errors=True)
-            os.rename(work, final)
-            sync(folder)
+            _finish(work, final, state)
             prune(folder, keep, iteration, best)
     return final
+
+
+def _finish(work: Path, final: Path, state: Mapping[str, Any]) -> None:
+    """Give a folder that holds a whole checkpoint its list of files and its name."""
+    (work / "state.json").write_text(json.dumps(state, indent=1))
+    for path in [*work.rglob("*"), work]:
+        sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(work, final)
+    sync(final.parent)
 
 
 def path_of(folder: Path, iteration: int) -> Path:

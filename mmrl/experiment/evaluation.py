@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmrl.config.options import EvaluateOptions
 from mmrl.core import distributed
+from mmrl.core.files import finite
 from mmrl.core.statistics import interval, is_binary, paired
 from mmrl.core.types import Media, Prompt, Rewards
 from mmrl.experiment.set_metrics import mean_ap
@@ -85,13 +86,9 @@ class Scores:
     def plain(self) -> dict[str, Any]:
         """Return it as JSON has it, null in the place of NaN."""
         return {
-            "rewards": {name: _plain(values) for name, values in self.rewards.items()},
-            "diversity": [None if math.isnan(x) else x for x in self.diversity.tolist()],
+            "rewards": finite({n: values.double().tolist() for n, values in self.rewards.items()}),
+            "diversity": finite(self.diversity.tolist()),
         }
-
-
-def _plain(values: Tensor) -> list[list[float | None]]:
-    return [[None if math.isnan(x) else x for x in row] for row in values.double().tolist()]
 
 
 @torch.no_grad()
@@ -294,17 +291,9 @@ def difference(before: Tensor, after: Tensor) -> dict[str, Any]:
     first, second = (prompt_means(values)[None].cpu().numpy() for values in (before, after))
     change = paired(first, second, _binary(before, after))
     numbers = {"mean": change.mean, "low": change.low, "high": change.high, "p": change.p}
-    return finite(numbers) | {"prompts": change.prompts}
+    return {**finite(numbers), "prompts": change.prompts}
 
 
 def prompt_means(values: Tensor) -> Tensor:
     """Average over the samples of a prompt that could be scored: [P], NaN where none could."""
     return values.double().nanmean(1)
-
-
-def finite(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers as JSON has them, null in the place of NaN and infinity."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in numbers.items()
-    }

@@ -25,7 +25,7 @@ from mmrl.experiment.lock import FolderLock
 from mmrl.experiment.loop import Run
 from mmrl.experiment.stopping import Ended
 from mmrl.experiment.watching import Watcher
-from mmrl.monitoring.log import FINISHED, METRICS, RunLog, parse_line
+from mmrl.monitoring.log import FINISHED, METRICS, RunLog, holds_a_run, parse_line
 from mmrl.train.trainer import Trainer
 
 
@@ -173,10 +173,7 @@ def train_session(
         with distributed.together(), on_disk(folder):  # only the main process looks into the folder
             held.enter_context(lock)
             if trainer.device.main and not resume and is_begun(folder):
-                raise UserError(
-                    f"{folder} already holds a run; go on with it (mmrl train --resume {folder}), "
-                    f"or choose another folder"
-                )
+                raise UserError(holds_a_run(folder))
         begun = resume and distributed.any_of(checkpoint.latest(folder / "checkpoints") is not None)
         warnings: list[str] = []
         before = None
@@ -195,21 +192,26 @@ def train_session(
         run = Run(session, trainer, log, folder, lock, watcher or Watcher())
         warnings += inputs.changed(before, run.inputs)
         run.watcher.built(session, trainer)
-        note = ""
-        if begun:
-            run.saved = trainer.iteration
-            path = checkpoint.path_of(folder / "checkpoints", trainer.iteration)
-            note = f"resumed from {path}"
-        elif resume:
-            note = f"{folder} has no checkpoint yet: begun anew"
-        with run.writing():
-            run.recall(warnings, note)
-        with run.signals.caught():
-            run.begin(fresh=not begun)
-            with rescued(run):
-                run.loop()
-                run.end()
+        _iterate(run, warnings, resume, begun)
     return Ended(folder, run.status, run.stop, run.signals.number)
+
+
+def _iterate(run: Run, warnings: Sequence[str], resume: bool, begun: bool) -> None:
+    """Go through a run to its end. ``begun``: a checkpoint of it has been restored."""
+    note = ""
+    if begun:
+        run.saved = run.trainer.iteration
+        path = checkpoint.path_of(run.folder / "checkpoints", run.trainer.iteration)
+        note = f"resumed from {path}"
+    elif resume:
+        note = f"{run.folder} has no checkpoint yet: begun anew"
+    with run.writing():
+        run.recall(warnings, note)
+    with run.signals.caught():
+        run.begin(fresh=not begun)
+        with rescued(run):
+            run.loop()
+            run.end()
 
 
 def run_folder(configuration: config.Config, name: Path) -> Path:

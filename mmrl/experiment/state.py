@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
 from mmrl.advantages import memory
@@ -23,6 +24,7 @@ from mmrl.core.weights import LIVE, block, reshard
 from mmrl.data.base import Curriculum
 from mmrl.experiment.checkpoint import Arrays, Tensors
 from mmrl.objectives.contracts import Stateful
+from mmrl.scoring import Scorer
 from mmrl.train.trainer import Trainer
 from mmrl.train.update import Update
 
@@ -46,7 +48,7 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
         meta["critic"] = {"optimizer": states, "step": critic.inner.step}
         if critic.critic.head is not None:
             arrays["head-critic"], meta["critic"]["head"] = critic.head_state()
-    if hasattr(trainer.scorer, "state_dict"):
+    if isinstance(trainer.scorer, Scorer):
         meta["rewards"] = trainer.scorer.state_dict()
     objective = trainer.objective
     meta["objective"] = objective.state_dict() if isinstance(objective, Stateful) else {}
@@ -82,7 +84,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     trainer.iteration = meta["iteration"]
     trainer.update.step = meta["step"]
     memory.restore(trainer.advantage, meta.get("advantage", {}))
-    if hasattr(trainer.scorer, "load_state_dict"):
+    if isinstance(trainer.scorer, Scorer):
         trainer.scorer.load_state_dict(meta.get("rewards", {}))
     trainer.policy.load_state_dict(meta.get("policy", {}))
     if "objective" in meta and isinstance(trainer.objective, Stateful):
@@ -137,11 +139,10 @@ def _optimizer_state(trainer: Trainer, update: Update) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     reshard(trainer.policy.net)
-    inner = getattr(update.optimizer, "optimizer", update.optimizer)
     # torch would make a state up by taking a step, and the first real one would count as second
     if update.step == 0:
         return {}
-    return get_optimizer_state_dict(trainer.policy.net, inner)
+    return get_optimizer_state_dict(trainer.policy.net, _own(update.optimizer))
 
 
 def _optimizer_tensors(trainer: Trainer, tensors: Tensors) -> dict[str, Tensor]:
@@ -162,9 +163,14 @@ def _load_optimizer(trainer: Trainer, update: Update, state: dict[str, Any]) -> 
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     reshard(trainer.policy.net)
-    inner = getattr(update.optimizer, "optimizer", update.optimizer)
     lenient = StateDictOptions(strict=False)  # what never had a gradient has no state
+    inner = _own(update.optimizer)
     set_optimizer_state_dict(trainer.policy.net, inner, state, options=lenient)
+
+
+def _own(optimizer: Any) -> Any:
+    """Return the optimizer inside accelerate's, if that is one."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -317,11 +317,10 @@ def likely_cause(
     metrics: Mapping[str, float], unread_by: Mapping[str, str], rewards: Mapping[str, Reward]
 ) -> str:
     """Say what may have caused that there is nothing to learn from, and what to do."""
-    cut = metrics.get("answer/cut", 0.0)
     names = ", ".join(rewards) or "the reward"
     if metrics.get("lr") == 0:
         return "Likely cause: optimizer.lr or train.lr_schedule"
-    if cut >= 0.5:
+    if (cut := metrics.get("answer/cut", 0.0)) >= 0.5:
         return (
             f"Likely cause: {cut:.0%} of the answers are cut off before they end: raise the "
             f"policy's max_new_tokens"

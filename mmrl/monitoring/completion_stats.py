@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from mmrl.core import distributed
-from mmrl.core.types import Media, Rewards, Rollout
+from mmrl.core.types import Completion, Media, Rewards, Rollout
 
 
 def finished(media: Media, rollout: Rollout) -> Tensor:
     """Tell of every row whether its answer ended by itself, [B, 1] bool: False where it was cut off
     at the limit; True for media that have no end token."""
     ended = (
-        [getattr(answer, "finished", True) for answer in media]
+        [not isinstance(answer, Completion) or answer.finished for answer in media]
         if isinstance(media, list)
         else [True] * len(rollout)
     )
@@ -26,7 +26,9 @@ def written(media: Sequence[str], rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Find the rows that are texts of counted tokens, [n] long, and how many each has, [n]
     float64."""
     counted = [
-        (row, float(answer.tokens)) for row, answer in enumerate(media) if hasattr(answer, "tokens")
+        (row, float(answer.tokens))
+        for row, answer in enumerate(media)
+        if isinstance(answer, Completion) and answer.tokens is not None
     ]
     rows, tokens = zip(*counted, strict=True) if counted else ((), ())
     device = rollout.mask.device

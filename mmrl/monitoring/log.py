@@ -69,8 +69,7 @@ class RunLog:
             return
         self._metrics_path = self.folder / METRICS
         if not resume and self._metrics_path.exists() and self._metrics_path.stat().st_size:
-            remedy = f"go on with it (mmrl train --resume {self.folder}), or choose another folder"
-            raise UserError(f"{self.folder} already holds a run; {remedy}")
+            raise UserError(holds_a_run(self.folder))
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         if resume:
             self.past = self._cut(METRICS, start)
@@ -128,7 +127,6 @@ class RunLog:
         name: str,
         images: Tensor,
         captions: Sequence[str] = (),
-        columns: int | None = None,
         fps: float | None = None,
     ) -> None:
         """Write images [N, 3, H, W] in 0..1 as samples/<name>.png, and their layout to
@@ -142,20 +140,15 @@ class RunLog:
             raise ValueError(f"{name!r} cannot be a file name")
         if images.ndim == 5:
             self._clips(name, images, fps or 1000 / pictures.PACE)
-        film = images.ndim == 5
-        picture, layout = (
-            pictures.film_sheet(images, columns, fps) if film else pictures.sheet(images, columns)
-        )
+            picture, layout = pictures.film_sheet(images, fps=fps)
+        else:
+            picture, layout = pictures.sheet(images)
         pictures.save_picture(picture, self.folder / "samples" / name)
-        known = read_captions(self.folder)
-        sheets = known.get("sheets", {}) | {
-            name: {**asdict(layout), "captions": [str(c) for c in captions]}
-        }
-        text = json.dumps(
-            {"captions": [str(c) for c in captions], "sheets": sheets}, ensure_ascii=False, indent=1
-        )
-        replace_file(self.folder / "samples" / "captions.json", text.encode())
         texts = [str(c) for c in captions]
+        sheets = read_captions(self.folder).get("sheets", {})
+        sheets |= {name: {**asdict(layout), "captions": texts}}
+        text = json.dumps({"captions": texts, "sheets": sheets}, ensure_ascii=False, indent=1)
+        replace_file(self.folder / "samples" / "captions.json", text.encode())
         moment = re.fullmatch(r"iter-0*(\d+)", name)
         iteration = int(moment[1]) if moment else self.iteration
         # one slider over time instead of a tag an iteration
@@ -264,6 +257,14 @@ class RunLog:
             before = start is None or line["iteration"] < start
             if before and line.get("kind") == "alarm" and "about" in line:
                 self.past_alarms[line["about"]] = line["iteration"]
+
+
+def holds_a_run(folder: Path) -> str:
+    """Say why a new run cannot begin in a folder."""
+    return (
+        f"{folder} already holds a run; go on with it (mmrl train --resume {folder}), or choose "
+        f"another folder"
+    )
 
 
 def parse_line(text: str) -> dict[str, Any] | None:

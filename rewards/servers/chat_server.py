@@ -26,7 +26,7 @@ from rewards.servers.chat import (
     read_choice,
     reasoning_of,
 )
-from rewards.servers.pool import BoundedClient, Failed, Server, Servers, later
+from rewards.servers.pool import BoundedClient, Failed, Server, Servers, addresses, later
 from rewards.servers.tries import RetrySeconds, Tries
 from rewards.servers.wire import message_of
 
@@ -102,9 +102,7 @@ class ChatServer:
         retry_seconds: RetrySeconds = 120.0,
         format: Encoding = "jpeg",
     ):
-        urls = [url] if isinstance(url, str) else list(url)
-        if not urls:
-            raise UserError("a judge needs the address of at least one server in `url`")
+        urls = addresses(url, "a judge")
         self._pool = Servers(urls, cooldown, "judge server", retry_seconds)
         self._key = key_from(key_env)
         self.model = model

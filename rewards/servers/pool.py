@@ -202,6 +202,14 @@ class Servers:
         return "; ".join(f"{server.url}: {server.cause}" for server in self.all if server.cause)
 
 
+def addresses(url: str | list[str], who: str) -> list[str]:
+    """Return one or several addresses as a list. Raises UserError where there is none."""
+    urls = [url] if isinstance(url, str) else list(url)
+    if not urls:
+        raise UserError(f"{who} needs the address of at least one server in `url`")
+    return urls
+
+
 def check_url(url: str, kind: str = "reward server") -> str:
     """Return an http(s) address without a trailing slash. Raises UserError."""
     try:

@@ -22,7 +22,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt
 from rewards.card import PICTURES, Sums, card
-from rewards.servers.pool import BoundedClient, Failed, Server, Servers, post
+from rewards.servers.pool import BoundedClient, Failed, Server, Servers, addresses, post
 from rewards.servers.tokens import Tokens
 from rewards.servers.tries import RetrySeconds, Tries
 from rewards.servers.wire import Format, Read, check_texts, pack, read_answer
@@ -145,9 +145,7 @@ class Remote:
         recheck: Annotated[float, Ge(0), Le(1)] = 0.0,
         retry_seconds: RetrySeconds = 120.0,
     ):
-        urls = [url] if isinstance(url, str) else list(url)
-        if not urls:
-            raise UserError("reward 'remote' needs the address of at least one server in `url`")
+        urls = addresses(url, "reward 'remote'")
         self._pool = Servers(urls, cooldown, retry_seconds=retry_seconds)
         self.tokens = Tokens(token, token_file)
         self.largest = largest
@@ -164,8 +162,8 @@ class Remote:
         self._unsteady = False  # it was said that values differ
         self._jitter = random.Random()  # not the global one, which belongs to the run
         self._info: Info | None = None  # not known yet
-        connections = concurrency * len(urls)
-        self._client = BoundedClient(self.tokens.current, connections, timeout, certificate)
+        count = concurrency * len(urls)
+        self._client = BoundedClient(self.tokens.current, count, timeout, certificate)
 
     @property
     def servers(self) -> list[Server]:

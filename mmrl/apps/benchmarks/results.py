@@ -10,9 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from mmrl.apps.benchmarks.estimates import Total, mean_of_categories, total
 from mmrl.apps.benchmarks.items import ALL, Benchmark, Item, Sample, Score
-from mmrl.core.files import write_json, write_text
+from mmrl.core.files import finite, write_json, write_text
+from mmrl.monitoring.report.pictures import data_uri
+from mmrl.monitoring.report.templates import environment
 
 SHOWN = 24  # samples on the page
 ByItem = dict[int, list[float]]
@@ -108,15 +112,6 @@ def shown(file: Path, folder: Path) -> str:
     return str(file.relative_to(folder)) if file.is_relative_to(folder) else str(file)
 
 
-def finite(value: Any) -> Any:
-    """Return it as JSON allows: null in the place of numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def write(
     folder: Path,
     content: dict[str, Any],
@@ -163,31 +158,12 @@ def thumbnail(file: Path | None) -> str | None:
     """Return a picture as a data URI, at most 192 pixels; None for what is none."""
     if file is None or file.suffix == ".txt":
         return None
-    import base64
-    import io
-
-    from PIL import Image
-
     with Image.open(file) as picture:
-        small = picture.convert("RGB")
-        small.thumbnail((192, 192))
-    stream = io.BytesIO()
-    small.save(stream, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()
+        return data_uri(picture.convert("RGB"), 192)
 
 
 def render(content: Mapping[str, Any], chosen: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page as text. Jinja escapes prompts and answers."""
-    from jinja2 import ChoiceLoader, Environment, PackageLoader
-
-    loaders = [PackageLoader("mmrl.apps.benchmarks"), PackageLoader("mmrl.monitoring.report")]
-    env = Environment(
-        loader=ChoiceLoader(loaders), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    return env.get_template("benchmark.html").render(
-        content,
-        sentences=sentences(content),
-        table=[(name, Total(**estimate)) for name, estimate in content["categories"].items()],
-        said=said,
-        examples=chosen,
-    )
+    """Return the page as text."""
+    page = environment("mmrl.apps.benchmarks", said=said).get_template("benchmark.html")
+    table = [(name, Total(**estimate)) for name, estimate in content["categories"].items()]
+    return str(page.render(content, sentences=sentences(content), table=table, examples=chosen))

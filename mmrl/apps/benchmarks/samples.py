@@ -80,8 +80,7 @@ def of_files(folder: Path, items: Sequence[Item], numbers: dict[int, Item]) -> I
     names = {item.name: item for item in items if item.name}
     counted: dict[int, int] = {}
     for file in sorted(f for f in folder.iterdir() if is_picture(f)):
-        number = NUMBERED.fullmatch(file.stem)
-        item = names.get(file.stem) or (numbers.get(int(number[1])) if number else None)
+        item = named(file.stem, numbers, names)
         if item is None:
             raise UserError(
                 f"{file}: no line of the benchmark has this number or name; it has "
@@ -89,6 +88,12 @@ def of_files(folder: Path, items: Sequence[Item], numbers: dict[int, Item]) -> I
             )
         counted[item.index] = counted.get(item.index, -1) + 1
         yield Sample(item, counted[item.index], file)
+
+
+def named(stem: str, numbers: dict[int, Item], names: dict[str, Item]) -> Item | None:
+    """Find the item that a file is called after."""
+    number = NUMBERED.fullmatch(stem)
+    return names.get(stem) or (numbers.get(int(number[1])) if number else None)
 
 
 def is_picture(file: Path) -> bool:
@@ -160,8 +165,7 @@ def of_texts(folder: Path, items: Sequence[Item]) -> list[Sample]:
     names = {item.name: item for item in items if item.name}
     listed = []
     for file in sorted(folder.glob("*.txt")):
-        number = NUMBERED.fullmatch(file.stem)
-        item = names.get(file.stem) or (numbers.get(int(number[1])) if number else None)
+        item = named(file.stem, numbers, names)
         if item is None:
             raise UserError(f"{file}: no question of the benchmark has this number or name")
         listed.append(Sample(item, 0, file, file.read_text(encoding="utf-8")))

@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,6 +93,7 @@ def makes_what_is_asked(policy: Any, benchmark: Benchmark, name: str) -> None:
         )
 
 
+@torch.no_grad()
 def sample(
     policy: Any, benchmark: Benchmark, items: Sequence[Item], folder: Path, run: Run, about: Any
 ) -> None:
@@ -102,38 +104,28 @@ def sample(
     """
     check_pictures(items)
     copies = run.num_samples or benchmark.num_samples
-    chosen = {"num_samples": copies, "seed": run.seed, "batch": run.batch}
     system = about["system"] if run.system is None else run.system
-    claim(
-        folder,
-        {**about, "system": system, **chosen, "guidance_scale": run.guidance_scale, **named(items)},
-    )
+    chosen: dict[str, Any] = {"num_samples": copies, "seed": run.seed, "batch": run.batch}
+    chosen["guidance_scale"] = run.guidance_scale
+    claim(folder, {**about, "system": system, **chosen, **named(items)})
     pictures = benchmark.kind == "picture"
     finder = with_pictures if pictures else with_answers
     # one process looks, before any of them writes
     first = sorted(finder(folder, copies)) if distributed.is_main() else []
     done = set(distributed.all_gather_plain(first)[0])
-    with torch.no_grad():
-        for start in range(0, len(items), run.batch):
-            part = items[start : start + run.batch]
-            if all(item.index in done for item in part):
-                continue
-            extra = {"system": system} if system and not pictures else {}
-            prompts = [{**item.prompt, **extra, "benchmark_index": item.index} for item in part]
-            admitted = policy.admit(prompts)
-            if not admitted:
-                continue
-            # a part is sampled as a whole: the noise of a row follows from its place there
-            seed = run.seed * STREAM + start
-            media, prompt_per_row = evaluation.sample(
-                policy, admitted, copies, seed, run.guidance_scale
-            )
-            if pictures:
-                write_pictures(folder, media, prompt_per_row)
-            else:
-                write_answers(folder, media, prompt_per_row, done)
-            if distributed.is_main():
-                print(f"{start + len(part)} of {len(items)} prompts", flush=True)
+    extra = {"system": system} if system and not pictures else {}
+    write = write_pictures if pictures else partial(write_answers, done=done)
+    for start in range(0, len(items), run.batch):
+        part = items[start : start + run.batch]
+        prompts = [{**item.prompt, **extra, "benchmark_index": item.index} for item in part]
+        if all(item.index in done for item in part) or not (admitted := policy.admit(prompts)):
+            continue
+        # a part is sampled as a whole: the noise of a row follows from its place there
+        seed = run.seed * STREAM + start
+        media, asked = evaluation.sample(policy, admitted, copies, seed, run.guidance_scale)
+        write(folder, media, asked)
+        if distributed.is_main():
+            print(f"{start + len(part)} of {len(items)} prompts", flush=True)
     distributed.all_gather_plain(0)  # all have written
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import mmrl.config as config
-from mmrl.apps.check_reward.places import named
+from mmrl.apps.check_reward.places import named, where
 from mmrl.config import Config, import_plugins
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES, load_built_in
-from mmrl.core.types import Prompt, Reward
+from mmrl.core.types import Media, Prompt, Reward
 from mmrl.experiment.build import short_names
 from mmrl.policies.capabilities import capabilities_of
+from mmrl.scoring.attempt import describe
 from samplers.noise import Rng
 
 PROBES = {
@@ -40,6 +41,19 @@ class Subject:
     prompts: list[Prompt]
     seed: int = 0
     bare: bool = False  # its answers are written without <answer> tags
+
+    def ask(self, media: Media, prompts: Sequence[Prompt], what: str) -> Any:
+        """Return what the reward says of samples (``what``, in words). UserError where it
+        raises."""
+        try:
+            return self.reward(media, list(prompts))
+        except UserError:
+            raise
+        except Exception as error:  # a user's own reward may raise anything
+            raise UserError(
+                f"reward {self.name!r} fails on {what} ({where(prompts[0])}): "
+                f"{describe(error).text}"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from mmrl.apps.check_reward import Line, Offence, Subject, clips
-from mmrl.apps.check_reward.texts import in_range, where
+from mmrl.apps.check_reward.places import where
+from mmrl.apps.check_reward.texts import in_range, mean
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
-from mmrl.scoring.attempt import as_values, describe
+from mmrl.scoring.attempt import as_values
 from rewards.card import card_of
 from rewards.judges.samples import prompt_pictures
 from samplers.noise import Rng
@@ -107,22 +108,9 @@ def _floats(picture: Image.Image) -> Tensor:
 
 def score(subject: Subject, media: Tensor, prompts: Sequence[Prompt]) -> list[float]:
     """Return the scores of media as numbers. Raises UserError where the reward raises."""
-    try:
-        values = subject.reward(media.contiguous(), list(prompts))
-    except UserError:
-        raise
-    except Exception as error:  # a user's own reward may raise anything
-        raise UserError(
-            f"reward {subject.name!r} fails on {len(media)} pictures "
-            f"({where(prompts[0])}): {describe(error).text}"
-        ) from error
+    values = subject.ask(media.contiguous(), prompts, f"{len(media)} pictures")
     scores = as_values(values, len(media), subject.name, card_of(subject.reward).of)
     return (scores.nanmean(1) if scores.ndim == 2 else scores).tolist()
-
-
-def mean(scores: Sequence[float]) -> float:
-    known = [s for s in scores if not math.isnan(s)]
-    return sum(known) / len(known) if known else math.nan
 
 
 def _numbers(prompts: Sequence[Prompt], scores: list[float]) -> Line:

@@ -28,6 +28,11 @@ def named(prompts: list[Prompt], config: Config) -> list[Prompt]:
     return placed
 
 
+def where(prompt: Prompt) -> str:
+    """Return file:line of a prompt, else its question."""
+    return str(prompt.get("where") or repr(str(prompt.get("text", prompt))[:60]))
+
+
 def _files(spec: Any, folder: Path) -> list[Path]:
     """List the .txt and .jsonl files under the options called ``path``."""
     options = next(iter(spec.values()), None) if isinstance(spec, dict) else None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.apps.check_reward import Line, Offence, Subject, texts
+from mmrl.apps.check_reward.places import where
 from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring.attempt import as_values
 from rewards.card import Card, card_of
@@ -64,7 +65,7 @@ def audit(
     best = texts.score(subject, right, rows)
     scores = texts.score(subject, formed, rows)
     offences = [
-        Offence(texts.where(row), text, s, f"the right answer without a thought scores {b:g}")
+        Offence(where(row), text, s, f"the right answer without a thought scores {b:g}")
         for row, text, s, b in zip(rows, formed, scores, best)
         if not math.isnan(s) and s > b - texts.CLOSE
     ]

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mmrl.apps.check_reward import Line, Offence, Subject, faults
+from mmrl.apps.check_reward.places import where
 from mmrl.core.errors import UserError
 from mmrl.core.media.pictures import PictureError, opened, upright_size
 from mmrl.core.types import Prompt
 from mmrl.data.vision import boxes, points
 from mmrl.scoring import Handled
-from mmrl.scoring.attempt import as_values, describe
+from mmrl.scoring.attempt import as_values
 from rewards.answers.coords import CoordSpace, Unscorable
 from rewards.answers.grounding import Grounding
 from rewards.answers.verifiable import Verifiable
@@ -56,15 +57,7 @@ def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> 
     """Return the scores of texts as numbers. Raises UserError where the reward raises."""
     if not texts:
         return []
-    try:
-        values = subject.reward(list(texts), list(prompts))
-    except UserError:
-        raise
-    except Exception as error:  # a user's own reward may raise anything
-        raise UserError(
-            f"reward {subject.name!r} fails on {len(texts)} answers such as {texts[0][:60]!r} "
-            f"({where(prompts[0])}): {describe(error).text}"
-        ) from error
+    values = subject.ask(list(texts), prompts, f"{len(texts)} answers such as {texts[0][:60]!r}")
     return as_values(values, len(texts), subject.name).tolist()
 
 
@@ -110,7 +103,7 @@ def without_tags(subject: Subject, right: list[str], best: list[float]) -> Subje
         return None
     prompts = [prompt for prompt in subject.prompts if _writes(subject, prompt)]
     plain = score(subject, [bare(text) for text in right], prompts)
-    return replace(subject, bare=True) if _mean(plain) > _mean(best) + CLOSE else None
+    return replace(subject, bare=True) if mean(plain) > mean(best) + CLOSE else None
 
 
 def _writes(subject: Subject, prompt: Prompt) -> bool:
@@ -294,7 +287,7 @@ def _below(
         for i, (s, b) in enumerate(zip(scores, best))
         if s > b + CLOSE or (rule == "less" and s > b - CLOSE)
     ]
-    if rule == "less on average" and not bad and _mean(scores) > _mean(best) - CLOSE:
+    if rule == "less on average" and not bad and mean(scores) > mean(best) - CLOSE:
         bad = list(range(len(scores)))
     offences = [
         Offence(where(prompts[i]), texts[i], scores[i], f"the ground truth scores {best[i]:g}")
@@ -303,7 +296,7 @@ def _below(
     return Line(probe, f"{rule} than the ground truth", scores, offences)
 
 
-def _mean(scores: list[float]) -> float:
+def mean(scores: Sequence[float]) -> float:
     known = [s for s in scores if not math.isnan(s)]
     return sum(known) / len(known) if known else math.nan
 
@@ -359,8 +352,3 @@ def in_range(subject: Subject, tried: Sequence[Sequence[float]]) -> Line:
 
 def _nan(scores: list[float]) -> list[int]:
     return [i for i, s in enumerate(scores) if math.isnan(s)]
-
-
-def where(prompt: Prompt) -> str:
-    """Return file:line of a prompt, else its question."""
-    return str(prompt.get("where") or repr(str(prompt.get("text", prompt))[:60]))

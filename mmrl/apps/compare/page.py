@@ -15,10 +15,9 @@ import numpy as np
 from mmrl.apps.compare import markdown
 from mmrl.apps.compare.measures import Comparison, Measured, kind_of, plural
 from mmrl.apps.compare.plan import Plan
-from mmrl.apps.compare.runs import Job, events
-from mmrl.apps.compare.settings import Setting
+from mmrl.apps.compare.runs import Job
 from mmrl.core.errors import UserError
-from mmrl.core.files import write_json
+from mmrl.core.files import finite, write_json, write_text
 from mmrl.core.machine import machine
 from mmrl.core.statistics import interval, paired
 from mmrl.experiment.loop import COSTS
@@ -27,6 +26,7 @@ from mmrl.monitoring.report.charts import Chart, Series, number
 from mmrl.monitoring.report.curves import spread_out
 from mmrl.monitoring.report.pictures import Film, Tile, compare, data_uri, save_picture
 from mmrl.monitoring.report.runs import Run, read_run
+from mmrl.monitoring.report.templates import environment
 
 AXES = {  # what a curve is drawn over -> metric of an iteration that is added up
     "samples": "samples/total",
@@ -47,13 +47,10 @@ def write(
     comparisons: Sequence[Comparison],
     sentences: Sequence[str],
 ) -> Path:
-    """Write ``compare.html``, ``compare.md`` and ``compare.json`` into the folder; returns the
-    path of the first.
-
-    ``halves``: split -> label -> scores. ``comparisons``: of the test prompts.
-    """
+    """Write ``compare.html``, ``compare.md`` and ``compare.json``; returns the path of the first.
+    ``halves``: split -> label -> scores. ``comparisons``: of the test prompts."""
     runs = {
-        setting.label: [read_run(job.run) for job in jobs_of(jobs, setting)]
+        setting.label: [read_run(job.run) for job in jobs if job.setting is setting]
         for setting in plan.settings
     }
     measures = list(dict.fromkeys(c.measure for c in comparisons))
@@ -79,12 +76,9 @@ def write(
     picture = before_after(runs)
     if picture is not None:
         save_picture(picture, folder / "compare")
-    (folder / "compare.md").write_text(markdown.page(finite(content)), encoding="utf-8")
-    path = folder / "compare.html"
-    draft = path.with_suffix(".html.part")
-    draft.write_text(render(content, picture), encoding="utf-8")
-    draft.replace(path)
-    return path
+    write_text(folder / "compare.md", markdown.page(finite(content)))
+    write_text(folder / "compare.html", render(content, picture))
+    return folder / "compare.html"
 
 
 def commits_of(jobs: Sequence[Job]) -> list[str]:
@@ -97,19 +91,6 @@ def commits_of(jobs: Sequence[Job]) -> list[str]:
         except (OSError, ValueError, KeyError, TypeError):
             named.add("unknown")
     return sorted(named)
-
-
-def jobs_of(jobs: Sequence[Job], setting: Setting) -> list[Job]:
-    return [job for job in jobs if job.setting is setting]
-
-
-def finite(value: Any) -> Any:
-    """Return it as JSON allows: null in the place of numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def means(measured: Mapping[str, Measured], measures: Sequence[str]) -> dict[str, Any]:
@@ -138,18 +119,13 @@ def costs(runs: Sequence[Run]) -> dict[str, Any]:
     }
     peaks = [max((x for x in run.column("memory/peak_gib") if x), default=None) for run in runs]
     known = [peak for peak in peaks if peak is not None]
-    ends = {_end(run) for run in runs}
+    finished = (e for run in runs for e in run.events if e.get("kind") == FINISHED)
     return {
         "iterations": float(np.mean([len(run.metrics) for run in runs])),
         **{name: float(np.mean(values)) for name, values in sums.items()},
         "peak_gib": max(known) if known else None,
-        "ended_by": ", ".join(sorted(ends)),
+        "ended_by": ", ".join(sorted({str(event["message"]) for event in finished})),
     }
-
-
-def _end(run: Run) -> str:
-    messages = [e["message"] for e in events(run.folder) if e.get("kind") == FINISHED]
-    return str(messages[-1]) if messages else ""
 
 
 def curves(runs: Mapping[str, Sequence[Run]], key: str) -> dict[str, Any]:
@@ -202,21 +178,16 @@ def before_after(runs: Mapping[str, Sequence[Run]]) -> Tile | None:
 
 
 def render(content: Mapping[str, Any], picture: Tile | None) -> str:
-    """Return the page as text. Jinja escapes labels and prompts."""
-    from jinja2 import ChoiceLoader, Environment, PackageLoader
-
-    loaders = [PackageLoader("mmrl.apps.compare"), PackageLoader("mmrl.monitoring.report")]
-    env = Environment(
-        loader=ChoiceLoader(loaders), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    env.globals.update(number=number, plural=plural, most_curves=MOST_CURVES)
-    return env.get_template("compare.html").render(
+    """Return the page as text."""
+    env = environment("mmrl.apps.compare", number=number, plural=plural, most_curves=MOST_CURVES)
+    text: str = env.get_template("compare.html").render(
         content,
         charts=charts(content),
         picture=None if picture is None else data_uri(picture, most=1400),
         is_film=isinstance(picture, Film),
         labels=[setting["label"] for setting in content["settings"]],
     )
+    return text
 
 
 def check_folder(folder: Path) -> None:

@@ -3,7 +3,6 @@ where an earlier call left off."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -26,7 +25,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.paths import find_config
 from mmrl.experiment import checkpoint
 from mmrl.experiment.build import read
-from mmrl.monitoring.log import FINISHED
+from mmrl.experiment.lifecycle import is_finished
 
 REQUEST = "request.yaml"  # what a run was asked to be, beside its folder
 COMMAND = (sys.executable, "-m", "mmrl")
@@ -59,20 +58,7 @@ class Job:
         return ["train", self.setting.config, *self.overrides, f"run={self.run}"]
 
     def is_trained(self) -> bool:
-        return any(event.get("kind") == FINISHED for event in events(self.run))
-
-
-def events(run: Path) -> list[dict[str, Any]]:
-    """Read the events of a run, without a torn last line."""
-    path = run / "events.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    parsed = []
-    for line in lines:
-        try:
-            parsed.append(json.loads(line))
-        except ValueError:
-            continue
-    return parsed
+        return is_finished(self.run)
 
 
 def jobs_of(plan: Plan, folder: Path) -> list[Job]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.apps.dry_run.fakes import Fakes
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.zoo.models.diffusion.image_editing import EditPolicy
 
 CLIP_WORDS = 77
 T5_WORDS = 256  # of Stable Diffusion 3, beside those of CLIP
@@ -32,12 +33,12 @@ def conditions(policy: FolderPolicy, prompts: int, fakes: Fakes) -> dict[str, An
         "text_dim",
         "cross_attention_dim",
     )
-    width = next(value for name in widths if (value := getattr(config, name, None)))
+    width = next(value for name in widths if (value := config.get(name)))
     length = _words(policy)
     cond: dict[str, Any] = {"text": fakes.empty(prompts, length, width, dtype=policy.compute)}
     if policy.pipeline.startswith(("Qwen", "ZImage", "Sana", "Hunyuan", "LTX")):
         cond["mask"] = torch.ones(prompts, length, dtype=torch.bool)
-    if pooled := getattr(config, "pooled_projection_dim", None):
+    if pooled := config.get("pooled_projection_dim"):
         cond["pooled"] = fakes.empty(prompts, pooled, dtype=policy.compute)
     if policy.pipeline.startswith("StableDiffusionXL"):
         cond["text_embeds"] = fakes.empty(
@@ -76,7 +77,7 @@ def _longest(policy: Any, tokenizer: str, usual: int) -> int:
 def _pictures(policy: Any, prompts: int, fakes: Fakes) -> dict[str, Tensor]:
     """Make the latents of an image to edit or to begin with."""
     channels, *sides = policy.shape
-    if hasattr(policy, "image_size"):
+    if isinstance(policy, EditPolicy):
         factor = policy.size[0] // policy.shape[-2]
         height, width = (side // factor for side in policy.image_size)
         return {"image": fakes.empty(prompts, channels, height, width)}

@@ -14,7 +14,7 @@ from torch import nn
 
 import mmrl.config as configs
 from mmrl.apps.dry_run import rehearsal
-from mmrl.apps.dry_run.dryrun import Report, dry_run
+from mmrl.apps.dry_run.dryrun import Report, dry_run, learners
 from mmrl.apps.dry_run.rehearsal import Rehearsed, decoding, rehearse
 from mmrl.core.cards import MEMORY_SHARE, Devices
 from mmrl.core.errors import UserError
@@ -133,11 +133,6 @@ def optimizer_bytes(report: Report) -> float:
     states = [x for state in optimizer.state.values() for x in state.values()]
     tensors = (x for x in states if isinstance(x, torch.Tensor) and x.ndim)
     return learners(report) * sum(x.nbytes for x in tensors) / weight.numel()
-
-
-def learners(report: Report) -> int:
-    """Count the optimizers of a run: the policy's, and that of a snapshot that learns."""
-    return 2 if report.critic_steps else 1
 
 
 def _adamw(configuration: configs.Config) -> str | None:

@@ -35,11 +35,12 @@ from mmrl.policies.lora import Lora, add_lora, ending_like
 from mmrl.policies.quantization import parameters, quantize
 from mmrl.policies.vlm.families import part_of
 from mmrl.policies.vlm.loading import text_adapters
+from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.parts import everything, set_trainable
 from mmrl.policies.vlm.policy import VLM
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 from mmrl.train.shard_units import shard_classes
-from mmrl.zoo.models.image_tokens.janus import UNDERSTANDING
+from mmrl.zoo.models.image_tokens.janus import UNDERSTANDING, JanusNet
 from samplers.warp import Warp
 
 PROMPT_TOKENS = 1024  # of a question with its picture, where budgets.prompt_tokens says nothing
@@ -105,14 +106,7 @@ def flow(
         policy.enable_gradient_checkpointing()
     k = policy.steps // 2  # in the middle of the sampler's way
     point = decision(policy, rows, k, conditions(policy, 1, fakes), fakes.empty)
-    wrapped = autocast(policy.net, train)
-    policy.trained = policy.net
-
-    def score() -> Tensor:
-        with fakes.running(), wrapped():
-            logprob: Tensor = policy.dist(point).log_prob(point.target)
-        return logprob
-
+    score = scorer(policy, point, fakes, autocast(policy.net, train))
     shape = list(policy.shape)
     axis = 0 if policy.pipeline.startswith("CogVideoX") else 1
     frames = shape[axis] if len(shape) == 4 else 1
@@ -132,6 +126,20 @@ def flow(
         checkpointing=train.gradient_checkpointing,
         conditions=_condition_bytes(point.cond),
     )
+
+
+def scorer(
+    policy: Any, point: Point, fakes: Fakes, wrapped: Callable[[], AbstractContextManager[Any]]
+) -> Callable[[], Tensor]:
+    """Return what scores a decision on fakes, in passes wrapped as training's."""
+    policy.trained = policy.net
+
+    def score() -> Tensor:
+        with fakes.running(), wrapped():
+            logprob: Tensor = policy.dist(point).log_prob(point.target)
+        return logprob
+
+    return score
 
 
 def _condition_bytes(cond: dict[str, Any]) -> tuple[int, int]:
@@ -209,12 +217,9 @@ def tokens(
     fakes = Fakes()
     net: Any = token_network(path, entry, options)
     fakes.fill(net)
-    for codec in getattr(net, "outside", ()):
-        fakes.fill(codec)
-        codec.to = partial(_stay, codec)
     net.eval()
     if train.gradient_checkpointing and not turn_on_checkpointing(net):
-        turn_on_checkpointing(getattr(net, "hf", None))
+        turn_on_checkpointing(net.hf if isinstance(net, (JanusNet, SharedPrefix)) else None)
     wrapped = autocast(net, train)
     prompts = max(1, -(-rows // group_size))
     question = question_tokens(entry, options)
@@ -282,7 +287,7 @@ def token_network(path: str, entry: Any, options: Mapping[str, Any]) -> nn.Modul
             _freeze_unused(net)
         else:
             chosen = Lora(lora) if isinstance(lora, int) else lora
-            if hasattr(net, "hf"):
+            if isinstance(net, JanusNet):
                 ends = chosen.targets or ("q_proj", "k_proj", "v_proj", "o_proj")
                 chosen = Lora(chosen.rank, chosen.alpha, _language(net, ends))
             add_lora(net, chosen, entry.attention)
@@ -298,23 +303,18 @@ def _language(net: Any, ends: Any) -> list[str]:
 
 def _freeze_unused(net: Any) -> None:
     """Freeze what of Janus an image's tokens do not pass through."""
-    if hasattr(net, "hf"):
+    if isinstance(net, JanusNet):
         for name, parameter in net.hf.named_parameters():
             if name.startswith(UNDERSTANDING) or "vision_model" in name:
                 parameter.requires_grad_(False)
-
-
-def _stay(net: nn.Module, *_: Any, **__: Any) -> nn.Module:
-    """Leave a module where it is: fake tensors are on every device."""
-    return net
 
 
 def question_tokens(entry: Any, options: dict[str, Any]) -> int:
     """Return the tokens of a prompt."""
     if not (isinstance(entry, type) and issubclass(entry, VLM)):
         return TEXT_TOKENS
-    budgets = options.get("budgets")
-    return getattr(budgets, "prompt_tokens", None) or PROMPT_TOKENS
+    budgets: Budgets | None = options.get("budgets")
+    return (budgets and budgets.prompt_tokens) or PROMPT_TOKENS
 
 
 def answer_tokens(net: Any, options: Mapping[str, Any]) -> int:
@@ -369,10 +369,10 @@ def _read(net: SharedPrefix, prompts: int, question: int) -> dict[str, Tensor]:
 
 
 def _image_inputs(net: Any, rows: int, question: int) -> dict[str, Tensor]:
-    shape = getattr(net, "shape", None)
-    if shape is None:  # Janus
+    if isinstance(net, JanusNet):
         ones = torch.ones(rows, question, dtype=torch.long)
         return {"ids": ones, "mask": ones}
+    shape = net.shape
     if shape.classes:
         return {"label": torch.zeros(rows, dtype=torch.long)}
     return {

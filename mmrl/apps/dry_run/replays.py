@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from mmrl.apps.dry_run import published
 from mmrl.apps.dry_run.fakes import Fakes
-from mmrl.apps.dry_run.rehearsal import Stage, autocast, cast, decision
+from mmrl.apps.dry_run.rehearsal import Stage, autocast, cast, decision, scorer
 from mmrl.apps.dry_run.tracked import tracked
 from mmrl.config.options import TrainOptions
 from mmrl.core import pretrained
@@ -192,13 +192,7 @@ def replayed(place: Path, options: dict[str, Any], train: TrainOptions, rows: in
         policy.choose_calls(prompts, rows)
         point = point_of(policy, prompts, rows, policy.steps // 2)
     wrapped = autocast(policy.net, train)
-    policy.trained = policy.net
-
-    def score() -> Tensor:
-        with fakes.running(), wrapped():
-            logprob: Tensor = policy.dist(point).log_prob(point.target)
-        return logprob
-
+    score = scorer(policy, point, fakes, wrapped)
     rows_passed = first_rows(policy, point_of(policy, prompts, rows, 0), fakes, wrapped)
     decoder, latents = decoded(policy, point, fakes)
 

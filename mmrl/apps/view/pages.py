@@ -10,7 +10,7 @@ from typing import Any
 
 from mmrl.apps.view.folders import LiveRun, RunFolder
 from mmrl.monitoring.progress import clock_time
-from mmrl.monitoring.report import curves
+from mmrl.monitoring.report import curves, templates
 from mmrl.monitoring.report.answers import recorded, rollouts
 from mmrl.monitoring.report.charts import number
 from mmrl.monitoring.report.page import content
@@ -22,21 +22,13 @@ FIRST = ("reward/mean", "loss", "eval/loss")  # what the list shows of a run, if
 
 @cache
 def environment() -> Any:
-    """Set up the templates; all text is escaped, pictures are addresses."""
-    from jinja2 import ChoiceLoader, Environment, PackageLoader
-
-    env = Environment(
-        loader=ChoiceLoader(
-            [PackageLoader("mmrl.apps.view"), PackageLoader("mmrl.monitoring.report")]
-        ),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    """Set up the templates; pictures are addresses."""
+    return templates.environment(
+        "mmrl.apps.view",
+        number=number,
+        data_uri=lambda image: image.url,
+        is_film=lambda image: image.is_film,
     )
-    env.globals.update(
-        number=number, data_uri=lambda image: image.url, is_film=lambda image: image.is_film
-    )
-    return env
 
 
 def overview(folders: Sequence[RunFolder], rating: bool) -> str:
@@ -49,15 +41,9 @@ def overview(folders: Sequence[RunFolder], rating: bool) -> str:
         if event.get("kind") == "alarm"
     ]
     alarms.sort(key=lambda pair: str(pair[1].get("time")), reverse=True)
-    return str(
-        environment()
-        .get_template("overview.html")
-        .render(
-            rows=[_row(folder, run) for folder, run in runs],
-            alarms=alarms[:MOST_ALARMS],
-            rating=rating,
-        )
-    )
+    rows = [_row(folder, run) for folder, run in runs]
+    page = environment().get_template("overview.html")
+    return str(page.render(rows=rows, alarms=alarms[:MOST_ALARMS], rating=rating))
 
 
 def run_page(folder: RunFolder, answers: int | None, rating: bool) -> str:

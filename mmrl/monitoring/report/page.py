@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.core.errors import UserError
+from mmrl.core.files import write_text
 from mmrl.monitoring.progress import clock_time
 from mmrl.monitoring.report.answers import rollouts
 from mmrl.monitoring.report.charts import number
@@ -23,6 +24,7 @@ from mmrl.monitoring.report.evidence import (
 from mmrl.monitoring.report.pictures import Film, Tile, compare, data_uri, save_picture
 from mmrl.monitoring.report.runs import Run, iteration_of, read_run
 from mmrl.monitoring.report.stages import parts, render_stages
+from mmrl.monitoring.report.templates import environment
 
 BEFORE_AFTER = "before_after"  # the file of before_after_picture, without its ending
 MOST_PAIRS = 24
@@ -51,11 +53,8 @@ def write_report(run: Path | str) -> Path:
 
 
 def _written(folder: Path, page: str) -> Path:
-    path = folder / "report.html"
-    draft = path.with_suffix(".html.part")
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(path)
-    return path
+    write_text(folder / "report.html", page)
+    return folder / "report.html"
 
 
 def before_after_picture(run: Path | str, most: int = 8) -> Path:
@@ -90,17 +89,9 @@ def is_film(picture: Tile) -> bool:
 
 
 def render(run: Run) -> str:
-    """Return the page as text. Jinja escapes text of prompts, configurations and logs."""
-    from jinja2 import Environment, PackageLoader
-
-    env = Environment(
-        loader=PackageLoader("mmrl.monitoring.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    env.globals.update(number=number, data_uri=data_uri, is_film=is_film)
-    return env.get_template("report.html").render(content(run))
+    """Return the page as text."""
+    env = environment(number=number, data_uri=data_uri, is_film=is_film)
+    return str(env.get_template("report.html").render(content(run)))
 
 
 def content(run: Run) -> dict[str, Any]:

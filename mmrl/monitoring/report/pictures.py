@@ -81,14 +81,12 @@ class Film:
 Tile = Image.Image | Film
 
 
-def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layout]:
+def sheet(images: Tensor) -> tuple[Image.Image, Layout]:
     """Put images [N, 3, H, W] in 0..1 (clamped; NaN is black) on one RGB picture, row by row."""
     count, channels, height, width = images.shape
     if not count or channels != 3:
         raise ValueError(f"images must be [N, 3, H, W] with N >= 1, not {tuple(images.shape)}")
-    layout = Layout(
-        count, columns or min(count, max(1, math.ceil(math.sqrt(count)))), width, height
-    )
+    layout = Layout(count, min(count, math.ceil(math.sqrt(count))), width, height)
     bytes_ = (images.detach().float().nan_to_num(0.0).clamp(0, 1) * 255).round().byte().cpu()
     picture = Image.new("RGB", layout.size(), "white")
     for i, tile in enumerate(bytes_.permute(0, 2, 3, 1).contiguous().numpy()):
@@ -96,9 +94,7 @@ def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layo
     return picture, layout
 
 
-def film_sheet(
-    videos: Tensor, columns: int | None = None, fps: float | None = None
-) -> tuple[Tile, Layout]:
+def film_sheet(videos: Tensor, fps: float | None = None) -> tuple[Tile, Layout]:
     """Put videos [N, F, 3, H, W] in 0..1, of ``fps`` frames a second, side by side, at most 128
     frames of at most 192 pixels, which take as long as the videos; of single frames a picture."""
     count, (height, width) = videos.shape[1], videos.shape[-2:]
@@ -113,7 +109,7 @@ def film_sheet(
             moment.unflatten(-1, (wide, -1)).mean(-1).unflatten(-2, (high, -1)).mean(-2)
             for moment in cut
         ]
-    drawn = [sheet(moment, columns) for moment in moments]
+    drawn = [sheet(moment) for moment in moments]
     if len(drawn) == 1:
         return drawn[0]
     pace = PACE if fps is None else 1000 * stride / fps

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmrl.monitoring.report.charts import number
 from mmrl.monitoring.report.runs import Run, is_run
+from mmrl.monitoring.report.templates import environment
 
 PART = re.compile(r"\d+-.+")
 COLUMNS = (("loss", "loss"), ("eval/loss", "held-out loss"), ("reward/mean", "reward"))
@@ -24,14 +25,6 @@ def parts(folder: Path) -> list[Path]:
 
 def render_stages(folder: Path, runs: Sequence[Run], pages: Sequence[str]) -> str:
     """Return the page as text: a row for every stage, and their whole pages below."""
-    from jinja2 import Environment, PackageLoader
-
-    env = Environment(
-        loader=PackageLoader("mmrl.monitoring.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     rows = [
         {
             "name": run.folder.name,
@@ -42,9 +35,9 @@ def render_stages(folder: Path, runs: Sequence[Run], pages: Sequence[str]) -> st
         }
         for run, page in zip(runs, pages, strict=True)
     ]
-    return env.get_template("stages.html").render(
-        name=folder.resolve().name, rows=rows, labels=[label for _, label in COLUMNS]
-    )
+    page = environment().get_template("stages.html")
+    labels = [label for _, label in COLUMNS]
+    return str(page.render(name=folder.resolve().name, rows=rows, labels=labels))
 
 
 def _objective(run: Run) -> str:
