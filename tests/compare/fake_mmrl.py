@@ -44,7 +44,7 @@ def train(run):
     lines = [{"iteration": i, "reward/mean": worth * i, **costs} for i in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "config.yaml").write_text("{}")
-    event = {"kind": "finished", "message": "2 iterations"}
+    event = {"iteration": 2, "kind": "finished", "message": "2 iterations"}
     (run / "events.jsonl").write_text(json.dumps(event) + "\n")
 
 

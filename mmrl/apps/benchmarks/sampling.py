@@ -122,8 +122,8 @@ def sample(
             continue
         # a part is sampled as a whole: the noise of a row follows from its place there
         seed = run.seed * STREAM + start
-        media, asked = evaluation.sample(policy, admitted, copies, seed, run.guidance_scale)
-        write(folder, media, asked)
+        media, repeated = evaluation.sample(policy, admitted, copies, seed, run.guidance_scale)
+        write(folder, media, repeated)
         if distributed.is_main():
             print(f"{start + len(part)} of {len(items)} prompts", flush=True)
     distributed.all_gather_plain(0)  # all have written
