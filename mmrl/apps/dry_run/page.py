@@ -192,8 +192,6 @@ def device_lines(run: Run, guess: Estimate, iterations: int, proposed: bool) -> 
         f"devices     {devices}, {devices.machines} machine(s), {kind}; true size, passes of "
         f"{run.measured.rows} rows"
     )
-    if reason := run.measured.update.fell_back:
-        yield f"  blocks    all blocks were measured one by one, because {reason}"
     parts = ", ".join(f"{n} {_size(size)}" for n, size in guess.memory.items() if size)
     yield f"  memory    a device in an update, tracked: {parts}"
     moments = ", ".join(f"{name} {_size(size)}" for name, size in guess.moments.items())

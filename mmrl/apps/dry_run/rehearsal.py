@@ -62,7 +62,6 @@ class Stage:
     # features of the pictures of the pass; None: it has none
     look: Callable[[], Tensor] | None = None
     prompts: int = 1  # of a pass
-    checkpointing: bool = False
     # bytes of the conditions of a prompt, and of the empty one that all share
     conditions: tuple[int, int] = (0, 0)
     policy: Any = None  # that makes the passes, where more than its network is to be looked at
@@ -123,7 +122,6 @@ def flow(
         decode,
         policy.vae,
         frames,
-        checkpointing=train.gradient_checkpointing,
         conditions=_condition_bytes(point.cond),
     )
 
@@ -242,7 +240,6 @@ def tokens(
         scored,
         look=look and looked,
         prompts=prompts,
-        checkpointing=train.gradient_checkpointing,
     )
 
 
@@ -397,15 +394,12 @@ def _amused(net: Any, rows: int) -> Callable[[], Tensor]:
     return score
 
 
-def rehearse(stage: Stage, spare: bool = True, decode: bool = True) -> Rehearsed:
-    """Measure a stage: a pass with gradients, decoding one sample, and looking at pictures.
-
-    spare: pass through a few of the blocks that are equal, and count them for all. decode: measure
-    decoding too.
-    """
+def rehearse(stage: Stage, decode: bool = True) -> Rehearsed:
+    """Measure a stage: a pass with gradients, looking at pictures, and, with ``decode``, decoding
+    one sample."""
     net = stage.net
     trained = [p for p in net.parameters() if p.requires_grad]
-    looking = _looking(stage, spare)
+    looking = _looking(stage)
 
     def score(tracker: Tracker) -> None:
         logprob = stage.score().sum()
@@ -414,7 +408,7 @@ def rehearse(stage: Stage, spare: bool = True, decode: bool = True) -> Rehearsed
             logprob = logprob + stage.look().sum()
         logprob.backward()
 
-    update, forward = passed(score, [net], spare=spare, checkpointing=stage.checkpointing)
+    update, forward = passed(score, [net])
     units = [_bytes(module.parameters()) for module in units_of(net)]
     return Rehearsed(
         stage.rows,
@@ -455,7 +449,7 @@ def decoding(stage: Stage) -> Work | None:
     return extended(short, longer, (stage.frames - few) / (many - few))
 
 
-def _looking(stage: Stage, spare: bool) -> Work | None:
+def _looking(stage: Stage) -> Work | None:
     """Measure what the vision tower takes for the pictures of a pass, without gradients."""
     look = stage.look
     if look is None:
@@ -465,7 +459,7 @@ def _looking(stage: Stage, spare: bool) -> Work | None:
         with torch.no_grad():
             look()
 
-    return tracked(looked, [stage.net], spare=spare)
+    return tracked(looked, [stage.net])
 
 
 def _sees(net: nn.Module) -> bool:

@@ -210,7 +210,6 @@ def replayed(place: Path, options: dict[str, Any], train: TrainOptions, rows: in
         None if latents is None else decode,
         decoder,
         latents.shape[2] if latents is not None and latents.ndim == 5 else 1,
-        checkpointing=train.gradient_checkpointing,
         policy=policy,
         network_rows=rows_passed / rows,
     )
@@ -232,7 +231,7 @@ def first_rows(
         with fakes.running(), wrapped(), torch.no_grad():
             policy.dist(point)
 
-    tracked(first, [policy.net], spare=True)  # equal blocks are passed through by few of them
+    tracked(first, [policy.net])  # under which what would be large is fake
     return policy.report.forwards - before
 
 

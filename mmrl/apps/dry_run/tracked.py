@@ -9,9 +9,10 @@ its arithmetic or its traffic with memory, whichever is longer (Williams et al. 
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -27,11 +28,11 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from mmrl.apps.dry_run.blocks import sparing
 from mmrl.apps.dry_run.fakes import faked_where_large
-from mmrl.apps.dry_run.timeline import Event, Operation, Sizes, Timeline
 from mmrl.core.cards import MATMUL_SHARE, MEMORY_SHARE, Card
 
+Sizes = tuple[int, ...]  # bytes of each part, their sum last
+Operation = tuple[float, float, bool]  # operations, bytes read and written, whether in half
 PARTS = {
     "Parameter": "parameters",
     "Buffer": "buffers",
@@ -57,9 +58,11 @@ class Tracker(MemTracker):
     frozen ones refuse.
     """
 
-    def __init__(self, checkpointing: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.timeline = Timeline(self._now, checkpointing)
+        # of every call of torch: the bytes in use after it, and what it took; None: no data moved
+        self.events: list[tuple[Sizes, Operation | None]] = []
+        self.ends_forward = sys.maxsize  # number of events on the way there
         self.fake_mode: FakeTensorMode | None = None  # of the weights, where they are fake
         self._mod_tracker = _Calls()  # type: ignore[assignment]  # fewer hooks, the same calls
 
@@ -81,15 +84,12 @@ class Tracker(MemTracker):
             kind = self._kind()
             for tensor in tensors:
                 self._track(kind, tensor)
-        if func is torch.ops.aten._to_copy.default and _is_trained(args[0]):
-            cast = (produced.untyped_storage()._cdata, produced.nbytes)
-            self.timeline.casts.append(cast)
-        self.timeline.events.append(Event(self._now(), _operation(func, args, kwargs, produced)))
+        self.events.append((self._now(), _operation(func, args, kwargs, produced)))
         return produced
 
     def turn(self) -> None:
         """Note that the way there ends here, and the way back begins."""
-        self.timeline.ends_forward = len(self.timeline.events)
+        self.ends_forward = len(self.events)
 
     def _kind(self) -> _MemRefType:
         """Tell what a tensor that is made now is for, as torch's tracker does."""
@@ -145,14 +145,15 @@ class Tracker(MemTracker):
         peak = held = self._begin
         operations: list[Operation] = []
         of_forward: list[Operation] = []
-        for forward, event in self.timeline.whole():
-            if event.sizes[-1] > peak[-1]:
-                peak = event.sizes
-            held = event.sizes if forward else held
-            if event.operation is not None:
-                operations.append(event.operation)
+        for number, (sizes, operation) in enumerate(self.events):
+            forward = number < self.ends_forward
+            if sizes[-1] > peak[-1]:
+                peak = sizes
+            held = sizes if forward else held
+            if operation is not None:
+                operations.append(operation)
                 if forward:
-                    of_forward.append(event.operation)
+                    of_forward.append(operation)
         return Work(_by_part(peak), operations), Work(_by_part(held), of_forward)
 
     def __enter__(self) -> Self:
@@ -215,7 +216,6 @@ class Work:
 
     memory: dict[str, int]
     operations: list[Operation] = field(default_factory=list)
-    fell_back: str = ""  # why equal blocks could not be spared, where they were to be
 
     @property
     def flops(self) -> float:
@@ -228,10 +228,6 @@ class Work:
             peak = (card.half if half else card.single) * MATMUL_SHARE
             total += max(flops / peak, traffic / (card.bandwidth * MEMORY_SHARE))
         return total
-
-
-def _is_trained(tensor: Any) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _free(name: str) -> bool:
@@ -285,62 +281,25 @@ def _operation(
     return flops, traffic, half
 
 
-def tracked(
-    work: Callable[[], Any],
-    modules: Sequence[nn.Module] = (),
-    others: Iterable[Tensor] = (),
-    spare: bool = False,
-) -> Work:
-    """Run ``work`` once and say what it took; ``modules`` and ``others`` were there before.
-
-    spare: let equal blocks of the modules be stood in for, where that is exact.
-    """
-    return passed(lambda _: work(), modules, others, spare)[0]
+def tracked(work: Callable[[], Any], modules: Sequence[nn.Module] = ()) -> Work:
+    """Run ``work`` once and say what it took; the ``modules`` were there before."""
+    return passed(lambda _: work(), modules)[0]
 
 
-def passed(
-    work: Callable[[Tracker], Any],
-    modules: Sequence[nn.Module] = (),
-    others: Iterable[Tensor] = (),
-    spare: bool = False,
-    checkpointing: bool = False,
-) -> tuple[Work, Work]:
+def passed(work: Callable[[Tracker], Any], modules: Sequence[nn.Module] = ()) -> tuple[Work, Work]:
     """Run ``work``, which may call the tracker's ``turn`` where the way there ends; return what it
-    took, and what the way there took. Where equal blocks cannot be spared ``fell_back`` of both
-    says why.
-
-    checkpointing: blocks are computed again on the way back.
-    """
-    fell_back = ""
-    if spare:
-        tracker = Tracker(checkpointing)
-        tracker.fake_mode = _fake_mode(modules)
-        tracker.track_external(*modules, *others)
-        try:
-            with sparing(modules, tracker.timeline), tracker:
-                work(tracker)
-            return tracker.work()
-        # a network's code may look into a block's outputs in any way, and fail with anything
-        except Exception as error:
-            fell_back = f"{type(error).__name__}: {error}"
-            _forget(modules)
+    took, and what the way there took."""
     tracker = Tracker()
     tracker.fake_mode = _fake_mode(modules)
-    tracker.track_external(*modules, *others)
+    tracker.track_external(*modules)
     with tracker:
         work(tracker)
-    whole, forward = tracker.work()
-    return replace(whole, fell_back=fell_back), replace(forward, fell_back=fell_back)
+    return tracker.work()
 
 
 def _fake_mode(modules: Sequence[nn.Module]) -> FakeTensorMode | None:
     weights = (weight for module in modules for weight in module.parameters())
     return next((w.fake_mode for w in weights if isinstance(w, FakeTensor)), None)
-
-
-def _forget(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        module.zero_grad(set_to_none=True)
 
 
 def extended(short: Work, longer: Work, times: float) -> Work:
