@@ -191,22 +191,11 @@ def check_precision() -> list[Check]:
     x = torch.ones(8, 8, device=device)
     with torch.autocast(device, torch.bfloat16):
         works = (x @ x).dtype == torch.bfloat16
+    good, bad = "autocast works on cpu", "autocast fails; use fp32"
     if device == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        return [
-            Check(
-                "bf16",
-                "ok" if fast else "warn",
-                "in hardware" if fast else "emulated: use fp16 or fp32",
-            )
-        ]
-    return [
-        Check(
-            "bf16",
-            "ok" if works else "warn",
-            "autocast works on cpu" if works else "autocast fails; use fp32",
-        )
-    ]
+        works = torch.cuda.is_bf16_supported(including_emulation=False)
+        good, bad = "in hardware", "emulated: use fp16 or fp32"
+    return [Check("bf16", "ok", good) if works else Check("bf16", "warn", bad)]
 
 
 def check_attention() -> list[Check]:

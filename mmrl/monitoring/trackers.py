@@ -286,10 +286,7 @@ class WandB(Accelerated):
         place.remember_id("wandb", self.tracker.run.id)
 
     def table(self, iteration: int, name: str, table: Table) -> None:
-        rows = [
-            [self.wandb.Image(cell) if is_picture(cell) else cell for cell in row]
-            for row in table.rows
-        ]
+        rows = shown(table.rows, self.wandb.Image)
         self.tracker.log_table(name, list(table.columns), rows, step=iteration)
 
 
@@ -317,10 +314,7 @@ class Trackio(Accelerated):
     def table(self, iteration: int, name: str, table: Table) -> None:
         import pandas
 
-        rows = [
-            [self.trackio.Image(cell) if is_picture(cell) else cell for cell in row]
-            for row in table.rows
-        ]
+        rows = shown(table.rows, self.trackio.Image)
         frame = pandas.DataFrame(rows, columns=list(table.columns))
         self.tracker.log({name: self.trackio.Table(dataframe=frame)}, step=iteration)
 
@@ -354,9 +348,8 @@ class MLflow(Accelerated):
 
     def table(self, iteration: int, name: str, table: Table) -> None:
         columns: dict[str, list[Any]] = {"iteration": [iteration] * len(table.rows)}
-        for place, column in enumerate(table.columns):
-            cells = [row[place] for row in table.rows]
-            columns[column] = [self.mlflow.Image(c) if is_picture(c) else c for c in cells]
+        rows = shown(table.rows, self.mlflow.Image)
+        columns |= {column: [row[i] for row in rows] for i, column in enumerate(table.columns)}
         self.mlflow.log_table(columns, f"{name}.json")
 
 
@@ -406,6 +399,11 @@ def is_picture(cell: Cell) -> bool:
     from PIL import Image
 
     return isinstance(cell, Image.Image)
+
+
+def shown(rows: Sequence[Sequence[Cell]], image: Callable[[Any], Any]) -> list[list[Cell]]:
+    """Return rows with their pictures as a tracker's own ``image``."""
+    return [[image(cell) if is_picture(cell) else cell for cell in row] for row in rows]
 
 
 def caption(columns: Sequence[str], row: Sequence[Cell]) -> str:

@@ -18,21 +18,23 @@ from rewards.images.digit_reader import Detections, Reader
 
 Asked = list[dict[str, Any]]
 _AXIS = {"above": (1, 1.0), "below": (1, -1.0), "left of": (0, 1.0), "right of": (0, -1.0)}
-SOURCE = "trained here on scikit-learn's scans"
 _FADE = 3.0  # pixels outside the place at which the credit has fallen to 1/e
 _CLEAR = 4.0  # pixels a digit must be further up (down, left, right) than the other
 
 
-@REWARDS.register("digits")
-@card(
+of_digits = card(
     media="image",
     needs="objects",
     low=0,
     high=1,
     differentiable=True,
-    source=SOURCE,
+    source="trained here on scikit-learn's scans",
     licence="BSD-3-Clause (the scans)",
 )
+
+
+@REWARDS.register("digits")
+@of_digits
 class Digits:
     """Check that the picture holds the digits asked for: colour, size, place, relation and count, 0
     to 1.
@@ -131,15 +133,7 @@ class Digits:
 
 
 @REWARDS.register("digits_judge")
-@card(
-    media="image",
-    needs="objects",
-    low=0,
-    high=1,
-    differentiable=True,
-    source=SOURCE,
-    licence="BSD-3-Clause (the scans)",
-)
+@of_digits
 class DigitsJudge(Digits):
     """Judge ``digits`` independently, by other scans and another network: for evaluation, never
     training."""

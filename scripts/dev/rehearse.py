@@ -8,7 +8,7 @@ Writes STEM.json and STEM.md (docs/results/rehearsal). What is already in STEM.j
 devices is taken from there, so an interrupted run goes on; --again forgets what is rehearsed anew.
 --pipelines rehearses published models that ``policy: pipeline`` replays in place of configurations
 (docs/results/rehearsal_pipelines), each at its usual size.
-Passes that two configurations share are measured once. Configurations whose prompts do not divide
+Configurations whose prompts do not divide
 among the cards take the next number that does, and the table says so.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from mmrl.apps.dry_run.estimate import Estimate, Known, estimate, measure  # noqa: E402
+from mmrl.apps.dry_run.estimate import Estimate, estimate, measure  # noqa: E402
 from mmrl.apps.dry_run.page import lines  # noqa: E402
 from mmrl.core.cards import Devices, devices  # noqa: E402
 from mmrl.core.errors import UserError  # noqa: E402
@@ -153,14 +153,12 @@ def sizes(path: Path, count: int) -> list[str]:
     return overrides
 
 
-def rehearsed(
-    path: Path, cards: Devices, known: Known, words: Sequence[str] = ()
-) -> dict[str, Any]:
+def rehearsed(path: Path, cards: Devices, words: Sequence[str] = ()) -> dict[str, Any]:
     """Rehearse one configuration with overrides; ``failed`` says why it could not be."""
     start = time.perf_counter()
     try:
         overrides = [*sizes(path, cards.count), *words]
-        run = measure(path, overrides, cards.count, known)
+        run = measure(path, overrides, cards.count)
         copies = estimate(run, cards, sharded=False)
         shards = estimate(run, cards, sharded=True)
     except UserError as error:
@@ -295,7 +293,6 @@ def main(words: list[str] | None = None) -> int:
         report = {"devices": str(cards), "configurations": {}}
         if args.pipelines:
             report["pipelines"] = True
-    known: Known = {}
     start = time.perf_counter()
     chosen: dict[str, tuple[Path, list[str]]] = (
         pipelines(args.only)
@@ -307,7 +304,7 @@ def main(words: list[str] | None = None) -> int:
     for name, (path, overrides) in chosen.items():
         if name in report["configurations"] or time.perf_counter() - start > args.seconds:
             continue
-        row = rehearsed(path, cards, known, overrides)
+        row = rehearsed(path, cards, overrides)
         print(name, json.dumps(row)[:300], flush=True)
         report["configurations"][name] = row
         report["configurations"] = dict(sorted(report["configurations"].items()))

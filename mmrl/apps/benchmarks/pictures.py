@@ -16,10 +16,12 @@ from mmrl.apps.benchmarks import rules
 from mmrl.apps.benchmarks.items import ALL, BENCHMARKS, Benchmark, Item, Sample, Score, need_path
 from mmrl.apps.benchmarks.prompts import geneval_suite
 from mmrl.core.errors import UserError
+from mmrl.core.media.pictures import PictureError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import read
 from mmrl.data.sources.reader import rows_of
+from rewards.base.prompt import from_pil
 from rewards.images.geneval import Detection, detections_by_name, published
 
 STRICTNESS = {"counting": 0.9}  # threshold of a detection, by task; of others 0.3
@@ -28,15 +30,10 @@ Judge = Callable[[Tensor, list[Prompt]], Tensor]
 
 def pixels(file: Path) -> Tensor:
     """Read a picture as [3, H, W] in 0..1."""
-    import numpy as np
-    from PIL import Image, ImageOps
-
     try:
-        with Image.open(file) as picture:
-            array = np.array(ImageOps.exif_transpose(picture).convert("RGB"))
-    except OSError as error:
-        raise UserError(f"{file}: not a picture that can be read: {error}") from error
-    return torch.from_numpy(array).permute(2, 0, 1).float() / 255
+        return from_pil(file)
+    except PictureError as error:
+        raise UserError(f"{file}: {error}") from error
 
 
 def batches(samples: Sequence[Sample], size: int) -> Iterator[tuple[Tensor, list[Sample]]]:

@@ -23,12 +23,13 @@ from mmrl.apps.check_reward.texts import in_range, mean
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.scoring.attempt import as_values
+from rewards.base.prompt import from_pil
 from rewards.card import card_of
 from rewards.judges.samples import prompt_pictures
 from samplers.noise import Rng
 
 if TYPE_CHECKING:
-    from PIL import Image
+    pass
 
 # tolerated difference of two scores of one picture, relative to the spread: networks round
 SAME = 1e-4
@@ -96,14 +97,7 @@ def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
             '"image": "cube.png"}'
         )
     size = pictures[0][0].size
-    return torch.stack([_floats(images[0].resize(size)) for images in pictures])
-
-
-def _floats(picture: Image.Image) -> Tensor:
-    """Convert a PIL image to floats [3, H, W]."""
-    import numpy as np
-
-    return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1).float() / 255
+    return torch.stack([from_pil(images[0].resize(size)) for images in pictures])
 
 
 def score(subject: Subject, media: Tensor, prompts: Sequence[Prompt]) -> list[float]:
@@ -213,7 +207,7 @@ def recompressed(media: Tensor) -> Tensor:
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "JPEG", quality=QUALITY)
         with Image.open(buffer) as file:
-            pictures.append(_floats(file))
+            pictures.append(from_pil(file))
     return torch.stack(pictures).view(media.shape)
 
 

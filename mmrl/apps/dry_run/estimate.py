@@ -74,25 +74,18 @@ class Estimate:
         return self.peak <= USABLE * self.devices.card.memory
 
 
-def measure(path: Any, overrides: Any, processes: int, known: Known | None = None) -> Run:
+def measure(path: Any, overrides: Any, processes: int) -> Run:
     """Rehearse a configuration: its report, and one pass at true size. UserError where the
-    architecture is unknown.
-
-    known: passes that were measured before, by what decides them; this one is added.
-    """
-    return measured(dry_run(path, overrides, processes), known)
+    architecture is unknown."""
+    return measured(dry_run(path, overrides, processes))
 
 
-def measured(report: Report, known: Known | None = None, decode: bool = True) -> Run:
+def measured(report: Report, decode: bool = True) -> Run:
     """Rehearse what a report describes. decode: decoding a sample too. Raises UserError."""
     if report.stage is None:
         raise UserError(f"--devices: unknown: {report.unknown[-1]}; or leave --devices out")
     options = report.options
-    known = {} if known is None else known
-    key = _decides(report)
-    if key not in known:
-        known[key] = _rehearsed(report, decode)
-    once, length, at_once = known[key]
+    once, length, at_once = _rehearsed(report, decode)
     masked = not report.shape and "steps" in options and not at_once
     return Run(
         report,
@@ -143,30 +136,6 @@ def _adamw(configuration: configs.Config) -> str | None:
     if not isinstance(chosen, dict) or "adamw" not in chosen:
         return None
     return json.dumps(chosen["adamw"] or {}).replace('"', "")
-
-
-Known = dict[str, tuple[Rehearsed, int, bool]]
-
-# what says how samples are drawn, and leaves a pass of the network as it is
-SAMPLING = frozenset(
-    (
-        *("steps", "noise_level", "sde_type", "noise_window", "timestep_schedule", "sampler"),
-        *("solver", "same_initial_noise", "embedded_guidance", "tree", "temperature", "compile"),
-        *("evaluation_steps", "flash_step_ratio", "record_divergence", "offload_trajectory"),
-    )
-)
-
-
-def _decides(report: Report) -> str:
-    """Return what decides a pass: two runs of the same are measured alike."""
-    train = report.train
-    rows = report.plan.micro_batch
-    chosen = {name: value for name, value in report.options.items() if name not in SAMPLING}
-    if "guidance_scale" in chosen:
-        chosen["guidance_scale"] = chosen["guidance_scale"] != 1
-    prompts = -(-rows // train.group_size)
-    passes = (train.precision, train.gradient_checkpointing, rows, prompts)
-    return repr((report.policy, report.path, sorted(chosen.items()), passes))
 
 
 def estimate(run: Run, devices: Devices, sharded: bool) -> Estimate:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 from mmrl.apps.dry_run.dryrun import Report, dry_run
 from mmrl.apps.dry_run.estimate import (
     Estimate,
     Fit,
-    Known,
     Run,
     estimate,
     fit,
@@ -37,12 +36,11 @@ def pages(
     and an iteration on named cards, with proposals if they are asked for. ``name``: of the
     configuration, as it was typed."""
     report = dry_run(path, overrides, processes)
-    known: Known = {}
-    decode = devices is not None
-    yield from lines(report, memory(report, known, decode) if report.stage is not None else ())
+    once = cache(partial(measured, report, decode=devices is not None))  # after the first lines
+    yield from lines(report, memory(report, once) if report.stage is not None else ())
     if devices is None:
         return
-    run = measured(report, known)
+    run = once()
     iterate = partial(device_lines, iterations=report.train.iterations, proposed=propose)
     guesses = [estimate(run, devices, sharded) for sharded in (False, True)[: devices.count]]
     for guess in guesses:
@@ -139,14 +137,14 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.2f} billion"
 
 
-def memory(report: Report, known: Known, decode: bool = False) -> Iterator[str]:
-    """Return the lines of a device's memory, by a pass at true size on fake weights, which is then
-    ``known``."""
-    run = measured(report, known, decode)
-    once = run.measured
+def memory(report: Report, once: Callable[[], Run]) -> Iterator[str]:
+    """Return the lines of a device's memory, by a pass at true size on fake weights, which ``once``
+    makes."""
+    run = once()
     snapshots = report.counted.snapshots if report.counted is not None else ()
     yield (
-        f"model       {_count(once.parameters)} parameters, {once.trained / 1e6:,.1f} million "
+        f"model       {_count(run.measured.parameters)} parameters, "
+        f"{run.measured.trained / 1e6:,.1f} million "
         f"trained; snapshots: {', '.join(snapshots) or 'none'}"
     )
     sizes = memory_of(run)

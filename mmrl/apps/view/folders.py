@@ -20,7 +20,7 @@ from mmrl.core.errors import UserError, suggest
 from mmrl.experiment.lock import OWNER, STALE
 from mmrl.monitoring.log import EVENTS, FINISHED, METRICS, ROLLOUTS
 from mmrl.monitoring.report.pictures import ENDINGS, saved_picture
-from mmrl.monitoring.report.runs import Run, finite, is_run, read_run
+from mmrl.monitoring.report.runs import Run, by_iteration, is_run, read_run
 from mmrl.monitoring.report.stages import parts
 
 DEPTH = 4  # folders below a given one in which runs are looked for
@@ -65,53 +65,6 @@ class Tail:
         return self.lines
 
 
-class Columns:
-    """Turns the lines of metrics.jsonl into columns as they come, so that a long run is not gone
-    through again at every look."""
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []  # sorted by iteration, one each
-        self.columns: dict[str, list[float | None]] = {}
-        self.count = 0  # lines of the file that are in here
-        self.file: list[dict[str, Any]] | None = None
-
-    def update(self, lines: list[dict[str, Any]]) -> None:
-        """Take up what was added to the list of lines; all of it if it is another list."""
-        if lines is not self.file:
-            self.lines = []
-            self.columns = {}
-            self.count = 0
-            self.file = lines
-        for line in lines[self.count :]:
-            if not isinstance(line.get("iteration"), int):
-                continue
-            if self.lines and line["iteration"] <= self.lines[-1]["iteration"]:
-                self._insert(line)
-            else:
-                self._append(line)
-        self.count = len(lines)
-        for column in self.columns.values():
-            column.extend([None] * (len(self.lines) - len(column)))
-
-    def _append(self, line: dict[str, Any]) -> None:
-        place = len(self.lines)
-        self.lines.append(line)
-        for key, value in line.items():
-            number = finite(value)
-            if number is not None:
-                column = self.columns.setdefault(key, [])
-                column.extend([None] * (place - len(column)))
-                column.append(number)
-
-    def _insert(self, line: dict[str, Any]) -> None:
-        """Put a line in its place: an iteration that was written again, without a cut."""
-        lines = {known["iteration"]: known for known in [*self.lines, line]}
-        self.lines = []
-        self.columns = {}
-        for iteration in sorted(lines):
-            self._append(lines[iteration])
-
-
 @dataclass(frozen=True)
 class Reference:
     """Stands for a picture of a sheet in a page: its address in place of its pixels."""
@@ -130,13 +83,6 @@ class LiveRun(Run):
     """Is a run as the report reads it, whose pictures are addresses of the server."""
 
     address: str = ""
-    columns: dict[str, list[float | None]] = field(default_factory=dict)
-
-    def column(self, key: str) -> list[float | None]:
-        return list(self.columns.get(key) or [None] * len(self.metrics))
-
-    def measured(self) -> list[str]:
-        return list(self.columns)
 
     def sample(self, name: str) -> Any:
         layout = self._layout(name)
@@ -177,7 +123,6 @@ class RunFolder:
     folder: Path
     lock: threading.Lock = field(default_factory=threading.Lock)
     tails: dict[str, Tail] = field(default_factory=dict)
-    columns: Columns = field(default_factory=Columns)
 
     @property
     def address(self) -> str:
@@ -197,14 +142,11 @@ class RunFolder:
     def read(self) -> LiveRun:
         """Read the run as it is now."""
         with self.lock:
-            lines = {name: list(self._tail(name).read()) for name in (EVENTS, ROLLOUTS)}
-            self.columns.update(self._tail(METRICS).read())
-            metrics = list(self.columns.lines)
-            columns = {key: list(column) for key, column in self.columns.columns.items()}
+            lines = {n: list(self._tail(n).read()) for n in (METRICS, EVENTS, ROLLOUTS)}
         run = read_run(self.folder, jsonl=False)
         return LiveRun(
             folder=self.folder,
-            metrics=metrics,
+            metrics=by_iteration(lines[METRICS]),
             events=lines[EVENTS],
             config_text=run.config_text,
             config=run.config,
@@ -214,7 +156,6 @@ class RunFolder:
             rollouts=lines[ROLLOUTS],
             notes=run.notes,
             address=self.address,
-            columns=columns,
         )
 
     def is_running(self) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,12 @@ def _metrics(text: str, notes: list[str]) -> list[dict[str, Any]]:
     lines = [parse_line(line) for line in text.splitlines()]
     if torn := lines.count(None):
         notes.append(f"metrics.jsonl: {torn} torn line(s) left out")
-    latest = {line["iteration"]: line for line in lines if line is not None}
+    return by_iteration(line for line in lines if line is not None)
+
+
+def by_iteration(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort lines of metrics.jsonl, of each iteration the one that was written last."""
+    latest = {line["iteration"]: line for line in lines if isinstance(line.get("iteration"), int)}
     return [latest[iteration] for iteration in sorted(latest)]
 
 
