@@ -296,7 +296,7 @@ def test_a_folder_of_the_embedded_world_is_the_one_that_would_be_used(tmp_path, 
     (tmp_path / "digits" / "vlm-test-000000000000").mkdir()
     assert folder_of("world:digits/vlm") is None
     known = questions("world:digits/vlm")  # by its recipe
-    assert "0.28 million parameters" in next(memory(known, {}))
+    assert "0.28 million parameters" in next(memory(known, lambda: measured(known, decode=False)))
     assert folder_of("world:no/such") is None and folder_of(str(tmp_path)) == tmp_path
 
 
