@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.apps.benchmarks import recipes
 from mmrl.core.registry import locate
 from mmrl.experiment.build import Session, read
+from scripts.dev import recipes_table as recipes
 from tests.benchmarks.files import save_coco_yolos
 from tests.fixtures import tiny_diffusers, tiny_vlms
 from tests.fixtures.tiny_image_rewards import save_hf_clip
