@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mmrl.apps.check_reward import Subject, audit, audit_one
-from mmrl.apps.check_reward.places import named
-from mmrl.apps.check_reward.places import where
+from mmrl.apps.check_reward.places import named, where
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
