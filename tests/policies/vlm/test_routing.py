@@ -112,7 +112,7 @@ def test_weights_are_those_of_the_router_at_its_own_choice(policy):
 def test_answers_that_are_remembered_keep_their_routes(policy, rollout):
     rows = rollout[:3].replace(cond=None)
     entry = Remembered(0, 3, rows, Rewards({"r": torch.ones(3)}))
-    (again,) = unpacked(*packed([entry]), prompts=1)
+    (again,) = unpacked(*packed([entry]))
     assert torch.equal(again.rollout.tokens.routes, rows.tokens.routes)
     cond, _ = policy.recall(prompts()[:1])  # its prompt is read anew, by the routers' choice
     replayed = again.rollout.replace(cond=cond, group=torch.zeros_like(rows.group))
