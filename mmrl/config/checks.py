@@ -264,14 +264,15 @@ def _unrecorded(part: Resolved, policy: Resolved, kind: str = "advantage") -> It
 
 
 def _missing_of_training(entries: Mapping[str, Resolved], train: TrainOptions) -> Iterator[str]:
-    """Find what an advantage or a data source looks at that an option of ``train`` makes."""
+    """Find what an advantage or a data source looks at that a stage makes."""
+    named = {effects.name_of(type(stage)) for stage in train.stages}
     for section in sorted({"advantage", "data"} & set(entries)):
         for part in _with_nested(entries[section]):
             asks = getattr(part.entry, "asks_of_training", None)
-            for option in asks(part.options) if asks else ():
-                if getattr(train, option) is None:
+            for stage in asks(part.options) if asks else ():
+                if stage not in named:
                     yield part.place.say(
-                        f"it looks at what train.{option} measures; set train.{option} to {{}}"
+                        f"it looks at what the stage {stage} measures; add {stage} to train.stages"
                     )
 
 

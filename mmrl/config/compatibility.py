@@ -148,12 +148,13 @@ def not_to_be_skipped(train: TrainOptions, objective: Any) -> str | None:
 
 def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
     """List sentences about what does not go with answers that several iterations write."""
-    if train.partial_rollout is None:
+    parts = next(effects.writing_in_parts(train), None)
+    if parts is None:
         return
-    yield from effects.unsuited_to_parts(train)
+    yield from effects.unsuited_to_parts(train, parts)
     if objective.visits and not objective.corrects:
         yield (
-            "train.partial_rollout: tokens of older weights need a correction: set "
+            f"train.{parts}: tokens of older weights need a correction: set "
             "objective.policy_gradient.importance_sampling, such as {mode: truncate, cap: 2.0}"
         )
 

@@ -142,14 +142,19 @@ def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:
         )
 
 
-def unsuited_to_parts(train: TrainOptions) -> Iterator[str]:
-    """List what does not go with answers that several iterations write."""
+def writing_in_parts(train: TrainOptions) -> Iterator[str]:
+    """List the keys of what lets several iterations write an answer."""
+    return _that(train, lambda effects: effects.writes_in_parts)
+
+
+def unsuited_to_parts(train: TrainOptions, parts: str) -> Iterator[str]:
+    """List what does not go with answers that several iterations write, as ``parts`` lets them."""
     for each in asked(train):
         effects = each.effects
-        if each.key != "partial_rollout" and (effects.looks_at_samples or effects.changes_sampling):
+        if each.key != parts and (effects.looks_at_samples or effects.changes_sampling):
             yield (
                 f"train.{each.key}: it looks at the answers of an iteration, of which "
-                f"train.partial_rollout leaves some to the next: leave one of them out"
+                f"train.{parts} leaves some to the next: leave one of them out"
             )
 
 

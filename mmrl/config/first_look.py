@@ -24,7 +24,7 @@ from mmrl.config.checks import (
 from mmrl.config.known import Known, is_outdated
 from mmrl.config.options import EvaluateOptions, TrainOptions
 from mmrl.config.overrides import PLUGGED
-from mmrl.config.schema import resolve
+from mmrl.config.schema import REGISTRIES, resolve
 from mmrl.config.sections import SECTIONS
 
 
@@ -54,9 +54,13 @@ def look(
         problems: list[str] = []
         config = load(file, [*overrides, *words], required, problems=problems)
         known = Known(foreign=bool(config.plain.get("plugins")))
-        _look_at_plug_ins(config, known, problems, sections or (*PLUGGED, "reward"))
-        if sections is None:
-            _look_at_options(config, known, problems, processes)
+        stand_ins = REGISTRIES.set(known.kinds)
+        try:
+            _look_at_plug_ins(config, known, problems, sections or (*PLUGGED, "reward"))
+            if sections is None:
+                _look_at_options(config, known, problems, processes)
+        finally:
+            REGISTRIES.reset(stand_ins)
         raise_all(problems)
 
 

@@ -1,8 +1,9 @@
 """Knows the plug-ins and their options by a table, without the classes, whose import takes seconds.
 
 ``known.json`` is written by ``scripts/dev/known_plug_ins.py`` from the registries. Of each plug-in
-it has the place, ``module:attribute``, and the options: their types as they are written, then
-`` = ...`` or `` = None`` where there is a default. ``Any`` is a type that a table cannot hold.
+it has the place, ``module:attribute``, the options, and why it cannot be named, where that is so.
+Options are types as they are written, then `` = ...`` or `` = None`` where there is a default.
+``Any`` is a type that a table cannot hold.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import annotated_types
 
 from mmrl.config.schema import OURS, unseen
 from mmrl.config.values import Location
+from mmrl.core.errors import called
 from mmrl.core.registry import Plugin, Registry, offered
 
 TABLE = Path(__file__).with_name("known.json")
@@ -72,7 +74,9 @@ class StandIns(Registry):
     """Holds the stand-ins of a kind, which are made when they are asked for."""
 
     def __init__(self, kind: str, known: Known, entries: Mapping[str, Mapping[str, Any]]):
-        super().__init__(kind, dict.fromkeys(entries, unseen))
+        refused = {name: entry.get("refused", "") for name, entry in entries.items()}
+        stand_ins = dict.fromkeys(entries, unseen)
+        super().__init__(kind, stand_ins, refuses=lambda entry: refused.get(called(entry), ""))
         self.known = known
         self.entries = entries
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,13 +22,29 @@ from mmrl.config.overrides import WRITTEN_IN
 from mmrl.config.values import SCALARS, Place, expected, show
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError, a_or_an, suggest
-from mmrl.core.registry import LATER, NAMES_OF_THE_FIELD, Plugin, Registry, make, options
+from mmrl.core.registry import (
+    LATER,
+    NAMES_OF_THE_FIELD,
+    STAGES,
+    Plugin,
+    Registry,
+    load_built_in,
+    make,
+    options,
+)
 
 PACKAGE = Path(__file__).parents[1]
 OURS = (PACKAGE, PACKAGE.parent / "rewards", PACKAGE.parent / "samplers")
 
+# by kind, in place of those that name plug-ins: stand-ins, as long as nothing heavy is imported
+REGISTRIES: ContextVar[Mapping[str, Registry] | None] = ContextVar("REGISTRIES", default=None)
 MOST_NAMES = 13  # options of which a message lists all, though it has said which is meant
 BAD = object()  # what a conversion returns after it has reported a problem
+
+
+def in_use(registry: Registry) -> Registry:
+    """Return the registry, or what stands in for it."""
+    return (REGISTRIES.get() or {}).get(registry.kind, registry)
 
 
 def unseen() -> None:
@@ -145,6 +162,19 @@ def _called_here(name: str, known: Collection[str]) -> str:
     return close if close.startswith("did") else ""
 
 
+def _as_stage(place: Place, key: Any, value: Any) -> str:
+    """Say how a stage is named, where it is taken for an option of ``train``."""
+    stages = in_use(STAGES)
+    if place.path != ("train",) or not (value is None or isinstance(value, Mapping)):
+        return ""
+    if stages is STAGES:
+        load_built_in()
+    if key not in stages or stages.refuses(stages[key]):
+        return ""
+    chosen = f"{{{key}: {show(value)}}}" if value else key
+    return f"; it is a stage: train.stages: [{chosen}]"
+
+
 def resolve_call(
     entry: Plugin,
     chosen: Any,
@@ -174,7 +204,7 @@ def resolve_call(
         if key not in known:
             close = _called_here(str(key), known)
             hint = f"; {close}{short}" if close else takes
-            hint += _elsewhere(place, key, value)
+            hint = _as_stage(place, key, value) or hint + _elsewhere(place, key, value)
             problems.append((place / key).say(f"unknown option{hint}"))
         # the default None may always be written out
         elif value is not None or known[key].default is not None:
@@ -308,7 +338,7 @@ def _annotated(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
     base, *metadata = get_args(kind)
     for registry in metadata:
         if isinstance(registry, Registry):
-            plug_in = resolve(value, registry, place, problems)
+            plug_in = resolve(value, in_use(registry), place, problems)
             later = LATER in metadata and isinstance(plug_in, Resolved)
             return replace(plug_in, later=True) if later else plug_in
     converted = convert(value, base, place, problems)

@@ -24,6 +24,8 @@ class Effects:
     looks_at_samples: bool = False
     # changes the policy, or its context, in ways that a worker elsewhere does not hear of
     changes_sampling: bool = False
+    # leaves answers of an iteration to the next
+    writes_in_parts: bool = False
     # lets answers begin with earlier ones
     begins_answers: bool = False
     # exchanges, adds or remembers single rows of a group, which those of a tree are not

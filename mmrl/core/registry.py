@@ -229,9 +229,7 @@ class Registry(dict[str, Plugin]):
         own_name = NAMES_OF_THE_FIELD.get((self.kind, name))
         hint = f"it is called {own_name!r} here"
         if own_name not in self:
-            hint = suggest(
-                name, [known for known, entry in self.items() if not self.refuses(entry)]
-            )
+            hint = suggest(name, [each for each in self if not self.refuses(self[each])])
         raise UserError(f"unknown {self.kind} {name!r}; {hint}")
 
     def unfit(self, entry: Plugin) -> str:
@@ -324,9 +322,11 @@ def _not_derived(objective: Plugin) -> str:
 
 
 def _asked_elsewhere(stage: Plugin) -> str:
-    """Say which option of ``train`` asks for a stage, so that ``train.stages`` does not."""
-    option = getattr(stage, "option", "")
-    return f"train.{option} asks for it; set that" if option else ""
+    """Say what asks for a stage, so that ``train.stages`` does not."""
+    if option := getattr(stage, "option", ""):
+        return f"train.{option} asks for it; set that"
+    asked_by = getattr(stage, "asked_by", "")
+    return f"{asked_by} asks for it" if asked_by else ""
 
 
 def refuse_foreign_code() -> None:

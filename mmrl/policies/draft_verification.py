@@ -20,8 +20,8 @@ from samplers.noise import Rng
 
 FREE = -1  # a token that is still to be drawn
 SHARDED = (
-    "train.speculative: how many passes an answer needs depends on its draft, and processes that "
-    "share their weights must make them together: leave it out"
+    "train.stages.speculative: how many passes an answer needs depends on its draft, and processes "
+    "that share their weights must make them together: leave it out"
 )
 
 

@@ -1,8 +1,9 @@
 """Defines stages, which change the rows that an iteration trains on.
 
-A stage is registered in ``STAGES``. It is made from its own options where ``train.stages`` names
-it; those of mmrl make themselves from an option of ``train:``, of the data or of the policy. The
-trainer calls every method of every stage, in the order of registration, then of ``train.stages``.
+A stage is registered in ``STAGES`` and made from its own options where ``train.stages`` names it;
+some of mmrl make themselves from an option of ``train:``, of the data or of the policy. The trainer
+calls every method of every stage: those of mmrl in the order of registration, then others in that
+of ``train.stages``.
 """
 
 from __future__ import annotations
@@ -91,11 +92,13 @@ class Stage:
     of a checkpoint, if it has a state."""
 
     effects: ClassVar[Effects] = Effects()
-    option: ClassVar[str] = ""  # of ``train``, that asks for it; empty: none
+    # what makes the stage, in place of ``train.stages``: an option of ``train``, or anything else
+    option: ClassVar[str] = ""
+    asked_by: ClassVar[str] = ""
     saved_as: str = ""
     grows: bool = False  # adds rows to groups, and names all rows anew
     # the mark of provenance whose rows are compared among themselves; empty: none
-    apart: str = ""
+    sets_apart: str = ""
 
     @classmethod
     def build(cls, setup: Setup) -> Stage | None:
@@ -160,11 +163,12 @@ def stages_of(setup: Setup) -> list[Stage]:
     for why in unsupported(setup.options, setup.policy):
         raise UserError(why)
     kinds = [cast(type[Stage], entry) for entry in STAGES.values()]
-    stages = [kind.build(setup) for kind in kinds]
+    built = [stage for kind in kinds if (stage := kind.build(setup)) is not None]
     named: list[Stage] = deepcopy([*setup.options.stages])
     for stage in named:
         stage.meet(setup)
-    every = [*(stage for stage in stages if stage is not None), *named]
+    place = {kind: i for i, kind in enumerate(kinds) if kind.__module__.startswith("mmrl.")}
+    every = sorted([*built, *named], key=lambda stage: place.get(type(stage), len(kinds)))
     for name, count in Counter(stage.saved_as for stage in every if stage.saved_as).items():
         if count > 1:
             raise UserError(

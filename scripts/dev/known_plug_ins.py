@@ -33,6 +33,7 @@ def page() -> str:
         found = {n: e for n, e in registry.items() if e.__module__.partition(".")[0] in OURS}
         kinds[registry.kind] = {
             name: {"from": place_of(entry), "options": texts(entry, records)}
+            | ({"refused": why} if (why := registry.refuses(entry)) else {})
             for name, entry in found.items()
         }
     listed = ",\n".join(f"{json.dumps(kind)}: {block(found)}" for kind, found in kinds.items())

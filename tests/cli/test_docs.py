@@ -22,16 +22,9 @@ import yaml
 from mmrl import config
 from mmrl.cli.app import app
 from mmrl.config.options import (
-    AdaptiveRounds,
     Budget,
-    Demonstrations,
     EvaluateOptions,
-    PolicyDrift,
-    PromptValue,
-    ResponseReuse,
-    Reuse,
     SlowFast,
-    Speculative,
     TrainOptions,
 )
 from mmrl.config.overrides import SECTIONS
@@ -43,6 +36,7 @@ from mmrl.core.registry import (
     OBJECTIVES,
     OPTIMIZERS,
     POLICIES,
+    STAGES,
     load_built_in,
     options,
 )
@@ -257,14 +251,7 @@ DOCUMENTED = {
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],
     "budget": Budget,
-    "replay_buffer": Reuse,
     "slow_fast": SlowFast,
-    "adaptive_sampling": AdaptiveRounds,
-    "response_reuse": ResponseReuse,
-    "speculative": Speculative,
-    "policy_drift": PolicyDrift,
-    "prompt_value": PromptValue,
-    "demonstrations": Demonstrations,
     "sft": Supervision,
     "lora": Lora,
     "budgets": Budgets,
@@ -277,6 +264,11 @@ DOCUMENTED = {
     "kl": KL,
     "entropy": Entropy,
     "importance_sampling": Importance,
+    **{
+        f"stage: {name}": entry
+        for name, entry in STAGES.items()
+        if not STAGES.unfit(entry) and name not in ("refinement", "best_so_far")
+    },
     **{f"optimizer: {name}": entry for name, entry in OPTIMIZERS.items()},
 }
 # of dataclass fields whose default is made anew

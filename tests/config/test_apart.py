@@ -1,12 +1,13 @@
 """A group of one sample learns from written answers that are losses of their own."""
 
-from mmrl.config.options import Demonstrations, TrainOptions
+from mmrl.config.options import TrainOptions
 from mmrl.config.plan import _warnings
+from mmrl.zoo.stages.written_answers import Demonstrated
 
 
 def test_one_sample_beside_written_answers_that_are_set_apart_is_no_mistake():
     options = {"prompts_per_iteration": 2, "group_size": 1, "train_batch_size": 2, "iterations": 1}
     alone = TrainOptions(**options)
-    apart = TrainOptions(**options, demonstrations=Demonstrations(path="a", apart=True))
+    apart = TrainOptions(**options, stages=(Demonstrated(path="a", apart=True),))
     assert any("nothing would be learned" in text for text in _warnings(alone, False))
     assert not any("nothing would be learned" in text for text in _warnings(apart, False))

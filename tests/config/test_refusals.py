@@ -48,20 +48,21 @@ CHOSEN: dict[str, Any] = {  # of every option a value that is not its default
     "loss_denominator": 64,
     "mask_truncated_completions": True,
     "max_new_tokens_schedule": [[0, 8]],
-    "adaptive_sampling": {},
-    "temporal_contrast": {"reward": "answer"},
     "dynamic_sampling_rounds": 2,
     "dynamic_sampling_min_std": 0.1,
-    "replay_buffer": {},
-    "response_reuse": {},
-    "speculative": {},
-    "partial_rollout": {"tokens": 4},
-    "prompt_value": {"base": "trained"},
-    "policy_drift": {},
-    "demonstrations": {"field": "answer"},
     "preferences": {},
-    "refinement": {"corrections": {}},
     "ground_truth_rollout": "answer",
+    "stages": [
+        {"adaptive_sampling": {}},
+        {"temporal_contrast": {"reward": "answer"}},
+        {"replay_buffer": {}},
+        {"response_reuse": {}},
+        {"speculative": {}},
+        {"prompt_value": {"base": "trained"}},
+        {"policy_drift": {}},
+        {"demonstrations": {"field": "answer"}},
+        {"refinement": {"corrections": {}}},
+    ],
     "logprob_tolerance": 0.5,
     "recompute_old_logprob": True,
     "save_every": 7,
@@ -75,7 +76,9 @@ CHOSEN: dict[str, Any] = {  # of every option a value that is not its default
     "time_limit": 60.0,
     "budget": {"samples": 99},
 }
-APART = ("group_size", "partial_rollout", "preferences")  # which change what others mean
+IN_PARTS = [{"partial_rollout": {"tokens": 4}}]
+# which change what others mean
+APART = {"group_size": 2, "stages": IN_PARTS, "preferences": {}}
 FLOW = {
     "policy": {"sd3": {"path": "owner/flow"}},
     "data": {"prompts": {"path": str(Path(__file__))}},
@@ -103,8 +106,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "trees of texts": TEXT | {"policy": {"vlm": {"path": "owner/text", "tree": {}}}},
     "refilled": TEXT | {"policy": {"vlm": {"path": "owner/text", "refill": "rows"}}},
     "fixed rows": FLOW | {"policy": {"sd3": {"path": "owner/flow", "fixed_batch_rows": 4}}},
-    "partial rollouts": TEXT
-    | {"objective": CORRECTED, "train": SIZES | {"partial_rollout": {"tokens": 4}}},
+    "partial rollouts": TEXT | {"objective": CORRECTED, "train": SIZES | {"stages": IN_PARTS}},
     "gradient of the reward": FLOW | {"objective": "draft", "reward": {"digits": 1.0}},
     "Ray elsewhere": TEXT | {"ray": RAY},
     "Ray ahead": TEXT | {"objective": CORRECTED, "ray": RAY | {"staleness": 1}},
@@ -131,10 +133,13 @@ def refused(situation: str) -> list[str]:
     """What is wrong as soon as options are set: one of ``APART``, or all others together."""
     plain = SITUATIONS[situation]
     assert not problems(plain)
-    together = {name: value for name, value in CHOSEN.items() if name not in APART}
+    alone = ("group_size", "preferences")
+    together = {name: value for name, value in CHOSEN.items() if name not in alone}
     lines = set()
-    for chosen in (together, *({name: CHOSEN[name]} for name in APART)):
-        lines |= problems(plain | {"train": {**plain["train"], **chosen}})
+    for chosen in (together, *({name: value} for name, value in APART.items())):
+        train = {**plain["train"], **chosen}
+        train["stages"] = [*plain["train"].get("stages", ()), *chosen.get("stages", ())]
+        lines |= problems(plain | {"train": train})
     return sorted(lines)
 
 
@@ -151,7 +156,7 @@ def resumed() -> Iterator[str]:
     """What a change of every option means for a run that goes on, where it is more than a
     warning."""
     whole = {"train": {"lr_schedule": "constant"}}
-    changed = [("train", name) for name in CHOSEN]
+    changed = [("train", name) for name in CHOSEN if name != "stages"]
     changed += [("policy", name, o) for name, policy in POLICIES.items() for o in options(policy)]
     found = {(path[0], path[-1], changes.effect(path, None, 1, whole)) for path in changed}
     for part, name, effect in sorted(found):
@@ -166,7 +171,7 @@ def known() -> dict[str, list[str]]:
 
 
 def test_every_option_is_in_the_table():
-    assert CHOSEN.keys() | {"stages"} == {field.name for field in fields(TrainOptions)}
+    assert CHOSEN.keys() == {field.name for field in fields(TrainOptions)}
     assert known().keys() == {*SITUATIONS, "dry run", "resume"}
 
 

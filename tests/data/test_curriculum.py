@@ -13,7 +13,7 @@ import torch
 
 from mmrl import advantages, config
 from mmrl.config import build
-from mmrl.config.options import Reuse, TrainOptions
+from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, load_built_in
 from mmrl.core.types import Rewards
@@ -25,6 +25,7 @@ from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from mmrl.zoo.curricula.curriculum import Mixed, Replay, pieces
+from mmrl.zoo.stages.replay_buffer import ReplayBuffer
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout
 
@@ -209,7 +210,7 @@ def test_outcomes_of_groups():
 
 
 @pytest.mark.parametrize(
-    "options", [{"dynamic_sampling_rounds": 2}, {"replay_buffer": Reuse(share=1.0)}, {}], ids=str
+    "options", [{"dynamic_sampling_rounds": 2}, {"stages": (ReplayBuffer(share=1.0),)}, {}], ids=str
 )
 def test_data_hear_of_groups_that_gave_way(options):
     """Half of the prompts earn nothing: whoever takes their places in the update, they were hard
@@ -224,7 +225,7 @@ def test_data_hear_of_groups_that_gave_way(options):
     given = SimpleNamespace(
         train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[]
     )
-    policy = Recalling() if "replay_buffer" in options else toys.ToyCausal()
+    policy = Recalling() if "stages" in options else toys.ToyCausal()
     trainer = Trainer(
         policy,
         Replay(given, share=0.5, below=0.3).train,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.advantages import dr_grpo
-from mmrl.config.options import ResponseReuse, TrainOptions
+from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.data.base import Outcome, batch
@@ -18,6 +18,7 @@ from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from mmrl.zoo.curricula.selection import Vade
 from mmrl.zoo.curricula.suggestions import Forms, Suggestions
+from mmrl.zoo.stages.response_reuse import ReusedResponses
 from samplers.noise import Rng
 from tests.fixtures import toys
 
@@ -96,7 +97,7 @@ def test_a_run_measures_the_kl_to_what_sampled():
         group_size=4,
         train_batch_size=16,
         iterations=3,
-        response_reuse=ResponseReuse(threshold=None, when="always", place="append"),
+        stages=(ReusedResponses(threshold=None, when="always", place="append"),),
     )
     trainer = Trainer(
         toys.make("causal"),

@@ -9,7 +9,6 @@ import torch
 
 from mmrl.advantages import outcomes
 from mmrl.advantages.group import group
-from mmrl.config.options import AdaptiveRounds
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards, per_prompt
@@ -20,6 +19,7 @@ from mmrl.zoo.stages.dynamic_sampling import exchanged
 from samplers.noise import Rng
 from tests.fixtures import toys, waiting
 from tests.fixtures.records import make_rollout
+from tests.fixtures.stages import met
 from tests.train.test_trainer import make_trainer
 
 SIZE = 4
@@ -49,7 +49,7 @@ def asked(*rates):
 
 def rounds(prompts, copies=SIZE, iteration=0, rng=None, log=None, **options):
     """The first samples and what the stage makes of them."""
-    stage = AdaptiveSampling(AdaptiveRounds(**options), 0, SIZE)
+    stage = met(AdaptiveSampling(**options))
     stage.begin(iteration)
 
     def sample(round_prompts, rng, copies):
@@ -254,7 +254,7 @@ def test_every_family_trains_on_chosen_rows(family):
             micro_batch_size=micro,
             policy=toys.make(family, double=True),
             advantage=all_samples,
-            adaptive_sampling=AdaptiveRounds(rounds=2, threshold=0.2 if "a" in family else -1.0),
+            stages=(AdaptiveSampling(rounds=2, threshold=0.2 if "a" in family else -1.0),),
             dynamic_sampling_rounds=1,
         )
         batch = trainer.collect()
@@ -271,4 +271,4 @@ def test_rows_of_trees_are_refused():
     first, *_ = rounds(asked(0.5))
     tree = replace(first, rollout=first.rollout.replace(edge_id=torch.zeros(4, 1).long()))
     with pytest.raises(UserError, match="sample without policy.tree"):
-        AdaptiveSampling(AdaptiveRounds(), 0, 4).groups(tree, 0, bernoulli)
+        met(AdaptiveSampling()).groups(tree, 0, bernoulli)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmrl import advantages
-from mmrl.config.options import PartialRollout, TrainOptions
+from mmrl.config.options import TrainOptions
 from mmrl.config.sections import AlarmOptions
 from mmrl.core.errors import UserError
 from mmrl.monitoring.alarms import Alarms
@@ -16,6 +16,7 @@ from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
+from mmrl.zoo.stages.partial_rollout import PartialRollouts
 from samplers.noise import Rng
 from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
@@ -41,7 +42,7 @@ def trainer_of(lr=0.0, tokens=3, age=8, temperature=1.0, objective=None, policy=
                 "group_size": 2,
                 "train_batch_size": 4,
                 "iterations": 20,
-                "partial_rollout": PartialRollout(tokens, age) if tokens else None,
+                "stages": (PartialRollouts(tokens, age),) if tokens else (),
             }
             | options
         ),

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl import advantages
-from mmrl.config.options import ResponseReuse, Reuse
 from mmrl.core.errors import UserError
 from mmrl.core.registry import SURROGATES
 from mmrl.core.types import LatentPath, MaskTrace, Rewards
@@ -28,6 +27,7 @@ from mmrl.zoo.stages.replay_buffer import ReplayBuffer
 from mmrl.zoo.stages.response_reuse import PICKS, ReusedResponses, stratified
 from samplers.noise import Rng
 from tests.fixtures import past_worker, toys, warm
+from tests.fixtures.stages import met
 from tests.fixtures.tiny_masked_lm import folder
 from tests.train.test_processes import same
 from tests.train.test_trainer import make_trainer
@@ -82,7 +82,7 @@ def test_what_is_stored_is_what_was_sampled(kind):
 def test_replayed_groups_have_the_ratio_to_the_weights_that_sampled(kind):
     policy = made(kind)
     prompts = toys.prompts(4)
-    buffer = ReplayBuffer(Reuse(share=1.0), policy, prompts)
+    buffer = met(ReplayBuffer(share=1.0), policy, prompts)
     first, _, _ = exchange(buffer, prompts[2:], [0, 0, 1, 0, 0, 3.0], 0)
     _, mixed, counts = exchange(buffer, prompts[:2], [1, 1, 1, 0, 1, 0.0], 1)
     rollout = mixed.rollout
@@ -117,7 +117,7 @@ def test_replayed_groups_have_the_ratio_to_the_weights_that_sampled(kind):
 def test_the_last_right_answer_joins_an_all_wrong_group(kind, place):
     policy = made(kind)
     prompts = toys.prompts(3)
-    stage = ReusedResponses(ResponseReuse(place=place), policy, prompts)
+    stage = met(ReusedResponses(place=place), policy, prompts)
     first, _, _ = exchange(stage, prompts, [0, 1, 1, 0, 0, 0, 0, 0, 1.0], 0)
     second, mixed, counts = exchange(stage, [prompts[1], prompts[0]], [0.0] * 6, 2)
     assert counts["response_reuse/groups"] == 1 and counts["response_reuse/age"] == 2
@@ -143,8 +143,8 @@ def test_log_probs_of_now_stand_beside_those_that_sampled(kind):
     """ReMix: the weight of a reused answer is p_now / p_sampler, before the update."""
     policy = made(kind)
     prompts = toys.prompts(2)
-    options = ResponseReuse(threshold=None, when="always", place="append", logprob="current")
-    stage = ReusedResponses(options, policy, prompts)
+    options = ReusedResponses(threshold=None, when="always", place="append", logprob="current")
+    stage = met(options, policy, prompts)
     first, _, _ = exchange(stage, prompts, [0, 1, 1, 0, 0, 0.0], 0)
     moved(policy)
     _, mixed, _ = exchange(stage, prompts, [0.0] * 6, 1)
@@ -170,8 +170,8 @@ def test_the_clip_of_remix_is_as_wide_for_old_answers_as_for_new_ones(kind):
     """max(-r A, -clip(r, w - low, w + high) A), r = p / p_sampler and w = p_before / p_sampler."""
     policy = made(kind)
     prompts = toys.prompts(2)
-    options = ResponseReuse(threshold=None, when="always", place="append", logprob="current")
-    stage = ReusedResponses(options, policy, prompts)
+    options = ReusedResponses(threshold=None, when="always", place="append", logprob="current")
+    stage = met(options, policy, prompts)
     exchange(stage, prompts, [0, 1, 1, 0, 0, 0.0], 0)
     moved(policy)
     _, mixed, _ = exchange(stage, prompts, [0.0] * 6, 1)
@@ -228,13 +228,11 @@ def test_picks_by_loop(number):
 def test_answers_of_a_prompt_leave_by_number_and_age():
     policy = toys.ToyCausal()
     prompts = toys.prompts(2)
-    stage = ReusedResponses(
-        ResponseReuse(threshold=None, when="always", per_prompt=4), policy, prompts
-    )
+    stage = met(ReusedResponses(threshold=None, when="always", per_prompt=4), policy, prompts)
     for iteration in range(3):
         exchange(stage, prompts[:1], [0, 1, float("nan")], iteration)
     assert [entry.iteration for entry in stage.memory.by_prompt()[0]] == [1, 1, 2, 2]
-    stage.options = ResponseReuse(threshold=None, when="always", per_prompt=4, age=3, until=5)
+    stage.age, stage.until = 3, 5
     assert exchange(stage, prompts[1:], [0, 1, 0.0], 5)[2]["response_reuse/remembered"] == 2
     assert list(stage.memory.by_prompt()) == [0], (
         "from iteration `until` on nothing is used or remembered"
@@ -245,16 +243,16 @@ def test_old_and_new_answers_are_compared_apart():
     """RePO: each side has its own mean and standard deviation."""
     policy = toys.ToyCausal()
     prompts = toys.prompts(2)
-    options = ResponseReuse(
+    options = ReusedResponses(
         threshold=None, when="always", number=3, per_prompt=3, place="append", apart=True
     )
-    stage = ReusedResponses(options, policy, prompts)
+    stage = met(options, policy, prompts)
     exchange(stage, prompts, [0, 1, 5, 2, 2, 8.0], 0)
     _, mixed, _ = exchange(stage, prompts, [3, 1, 1, 0, 1, 0.0], 1)
     rewards = mixed.rewards["r"].tolist()
     assert rewards == [3, 1, 1, 0, 1, 5, 0, 1, 0, 2, 2, 8]
     assert stage.apart and stage.grows
-    compared = set_apart(mixed.rollout, stage.apart)
+    compared = set_apart(mixed.rollout, stage.sets_apart)
     advantage = advantages.dr_grpo(mixed.rewards, compared)[:, 0].tolist()
     for first in range(0, 12, 3):
         mean = sum(rewards[first : first + 3]) / 3
@@ -264,7 +262,7 @@ def test_old_and_new_answers_are_compared_apart():
 
 def test_a_threshold_is_needed_to_tell_wrong_groups():
     with pytest.raises(UserError, match="response_reuse: when: all_wrong needs a threshold"):
-        ResponseReuse(threshold=None)
+        ReusedResponses(threshold=None)
 
 
 @pytest.mark.parametrize("case", sorted(past_worker.CASES))
@@ -292,7 +290,7 @@ def test_a_run_begins_with_the_verified_answers_of_another(tmp_path):
         first.iterate()
     checkpoint.save(tmp_path / "checkpoints", 2, *state.capture(first))
     pool = first.stages[0].memory.by_prompt()
-    options = ResponseReuse(
+    options = ReusedResponses(
         threshold=0.2,
         when="always",
         number=2,
@@ -304,7 +302,7 @@ def test_a_run_begins_with_the_verified_answers_of_another(tmp_path):
         start=tmp_path,
         learn=False,
     )
-    second = past_worker.trainer_of("reuse-causal", response_reuse=options)
+    second = past_worker.trainer_of("reuse-causal", stages=(options,))
     known = second.stages[0].memory.by_prompt()
     assert {i: len(v) for i, v in known.items()} == {i: len(v) for i, v in pool.items()} and known
     before = deepcopy(known)
@@ -314,7 +312,7 @@ def test_a_run_begins_with_the_verified_answers_of_another(tmp_path):
         "the pool never ages"
     )
     with pytest.raises(UserError, match="has no checkpoint with remembered answers"):
-        past_worker.trainer_of("reuse-causal", response_reuse=ResponseReuse(start=tmp_path / "x"))
+        past_worker.trainer_of("reuse-causal", stages=(ReusedResponses(start=tmp_path / "x"),))
 
 
 @pytest.mark.slow
@@ -342,10 +340,10 @@ def test_strata_of_difficulty_by_loop():
         assert strata[index] == (2 if lower < 8 else 1 if lower < 15 else 0)
     policy = toys.ToyCausal()
     prompts = toys.prompts(8)
-    options = ResponseReuse(
+    options = ReusedResponses(
         threshold=None, when="always", size=4, strata=(0.25, 0.25, 0.5), rate=0.5, per_prompt=1
     )
-    stage = ReusedResponses(options, policy, prompts)
+    stage = met(options, policy, prompts)
     rewards = [r for i in range(8) for r in (i, i, i + 0.3)]
     exchange(stage, prompts, rewards, 0)
     assert stage.levels[3] == pytest.approx(3.1)
@@ -353,15 +351,15 @@ def test_strata_of_difficulty_by_loop():
     assert stage.levels[3] == pytest.approx(3.1 + 0.5 * (1 - 3.1))
     kept = stratified(stage.levels, options.strata)
     assert sorted(kept[index] for index in stage.memory.by_prompt()) == [0, 1, 2, 2]
-    again = ReusedResponses(options, policy, prompts)
+    again = met(options, policy, prompts)
     tensors, plain = stage.state_dict()
     again.load_state_dict(tensors, json.loads(json.dumps(plain)))
     assert again.levels == stage.levels
     assert [e.index for e in again.memory.entries] == [e.index for e in stage.memory.entries]
     with pytest.raises(UserError, match="strata .* must add up to 1"):
-        ResponseReuse(strata=(0.5, 0.5, 0.5))
+        ReusedResponses(strata=(0.5, 0.5, 0.5))
 
 
 def test_objectives_that_draw_the_noise_of_a_path_again_are_refused():
-    with pytest.raises(UserError, match="train.replay_buffer: this objective draws the noise"):
-        make_trainer("flow", objective=Draft(), replay_buffer=Reuse())
+    with pytest.raises(UserError, match="replay_buffer: this objective draws the noise"):
+        make_trainer("flow", objective=Draft(), stages=(ReplayBuffer(),))

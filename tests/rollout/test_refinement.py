@@ -10,7 +10,6 @@ import torch
 
 from mmrl.advantages import dr_grpo
 from mmrl.config.compatibility import unsupported_options
-from mmrl.config.options import Corrections, Refinement
 from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance, Rewards
 from mmrl.objectives import PolicyGradient
@@ -19,7 +18,7 @@ from mmrl.rollout.stages import Drawn, Setup, stages_of
 from mmrl.scoring.scorer import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
-from mmrl.zoo.stages.refinement import Refined, listed
+from mmrl.zoo.stages.refinement import Corrections, Refined, listed
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
@@ -40,14 +39,14 @@ def setup_of(policy, prompts, **options):
     def score(rows):
         return Rewards({"r": torch.tensor([len(t) for t in policy.decode(rows)]).float()})
 
-    chosen = replace(plain, refinement=Refinement(**options))
+    chosen = replace(plain, stages=(Refined(**options),))
     return Setup(chosen, policy, prompts, {}, score=score)
 
 
 @pytest.mark.parametrize("place", ["append", "replace"])
 def test_a_group_with_room_gets_an_answer_to_the_plain_question(policy, place):
     prompts = [prompt | {"rubric": ["is short", ["is right", 2.0]]} for prompt in asked(2)]
-    stage = Refined.build(setup_of(policy, prompts, place=place))
+    (stage,) = stages_of(setup_of(policy, prompts, place=place))
     questions = []
 
     def draw(prompts, rng, copies=1):
@@ -82,11 +81,11 @@ def test_a_group_with_room_gets_an_answer_to_the_plain_question(policy, place):
 
 def test_what_cannot_be_refined_is_told(policy):
     with pytest.raises(UserError, match="no prompt has the field 'rubric'"):
-        Refined.build(setup_of(policy, asked(1)))
-    with pytest.raises(UserError, match="train.refinement: ToyCausal reads no criticism"):
+        stages_of(setup_of(policy, asked(1)))
+    with pytest.raises(UserError, match="train.stages.refinement: ToyCausal reads no criticism"):
         stages_of(setup_of(toys.ToyCausal(), toys.prompts(1)))
     with pytest.raises(UserError, match="template may hold"):
-        Refinement(template="{question}")
+        Refined(template="{question}")
     assert listed("7") == "7" and listed(["a", ("b", 1)]) == "- a\n- b"
 
 
@@ -105,7 +104,7 @@ class Judge:
 def test_only_what_fails_is_shown(policy, logprob):
     prompts = [prompt | {"rubric": ["a", "b", "c"]} for prompt in asked(2)]
     setup = setup_of(policy, prompts, failed_by="judge", logprob=logprob)
-    stage = Refined.build(replace(setup, rewards={"judge": Judge()}))
+    (stage,) = stages_of(replace(setup, rewards={"judge": Judge()}))
     questions = []
     sampled = []
 
@@ -186,7 +185,7 @@ def test_wrong_answers_are_corrected_by_loop(policy):
         continued=0.4, answer=0.2, solution=0.3, cue=" no", correction=" {feedback}"
     )
     setup = setup_of(wide, prompts, feedback="answer", corrections=chosen)
-    stage = Refined.build(setup)
+    (stage,) = stages_of(setup)
     asked_for = []
 
     def go_on(questions, rng, copies=1):
@@ -244,8 +243,8 @@ class Writer(Taught):
 def test_a_run_in_which_every_answer_is_corrected():
     prompts = [prompt | {"solution": "333333"} for prompt in toys.prompts(16)]
     chosen = Corrections(continued=0, answer=0, solution=1)
-    refinement = Refinement(threshold=100.0, corrections=chosen)
-    options = replace(make_trainer("causal").options, refinement=refinement)
+    refinement = Refined(threshold=100.0, corrections=chosen)
+    options = replace(make_trainer("causal").options, stages=(refinement,))
     scorer = Scorer({"toy": toys.reward})
     trainer = Trainer(
         Writer(), prompts, scorer, dr_grpo, PolicyGradient(), partial(adamw, lr=1e-3), options
@@ -260,11 +259,11 @@ def test_what_cannot_be_corrected_is_told(policy):
     with pytest.raises(UserError, match="correction may hold {feedback} alone"):
         Corrections(correction="{text}")
     with pytest.raises(UserError, match="leave out failed_by and logprob"):
-        Refinement(failed_by="judge", corrections=Corrections())
+        Refined(failed_by="judge", corrections=Corrections())
     with pytest.raises(UserError, match="failed_by: 'r' is no reward of this run"):
-        Refined.build(setup_of(policy, asked(1), failed_by="r"))
+        stages_of(setup_of(policy, asked(1), failed_by="r"))
     options = make_trainer("causal").options
-    plain = replace(options, refinement=Refinement(corrections=Corrections()))
+    plain = replace(options, stages=(Refined(corrections=Corrections()),))
     masked = replace(Writer.capabilities, one_pass=False)
     (problem,) = unsupported_options(plain, SimpleNamespace(capabilities=masked))
     assert "cannot go on with an answer; set continued to 0" in problem

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl import advantages
-from mmrl.config.options import Reuse, TrainOptions
+from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance, Rewards
 from mmrl.experiment import state
@@ -22,6 +22,7 @@ from mmrl.zoo.stages.answer_memory import marked
 from mmrl.zoo.stages.replay_buffer import ReplayBuffer
 from samplers.noise import Rng
 from tests.fixtures import tiny_vlms, toys
+from tests.fixtures.stages import met
 from tests.policies.vlm.test_vlm_policy import point_of, policy_of, quiet  # noqa: F401
 
 COPIES = 3
@@ -52,7 +53,7 @@ def exchange(memory, prompts, rewards, iteration):
 
 def test_flat_groups_give_way_to_those_whose_rewards_differed_most(policy):
     prompts = asked()
-    memory = ReplayBuffer(Reuse(share=1.0), policy, prompts)
+    memory = met(ReplayBuffer(share=1.0), policy, prompts)
     first, same, counts = exchange(memory, prompts, [0, 0, 1, 0, 0, 3, 1, 1, 1, 0, 0, 2.0], 0)
     assert counts == {"reuse/groups": 0, "reuse/age": 0, "reuse/remembered": 3}
     assert (
@@ -89,7 +90,7 @@ def test_flat_groups_give_way_to_those_whose_rewards_differed_most(policy):
 def test_groups_are_forgotten_by_age_use_and_size(policy):
     prompts = asked()
     mixed = [0, 0, 1, 0, 0, 2, 0, 0, 3, 0, 0, 4.0]
-    memory = ReplayBuffer(Reuse(share=0.5, size=3, age=2), policy, prompts)
+    memory = met(ReplayBuffer(share=0.5, size=3, age=2), policy, prompts)
     exchange(memory, prompts, mixed, 0)
     assert [one.index for one in memory.memory.entries] == [3, 2, 1]
     _, found, counts = exchange(memory, prompts, [1.0] * 12, 1)
@@ -102,7 +103,7 @@ def test_groups_are_forgotten_by_age_use_and_size(policy):
 
 def test_what_is_not_in_the_data_is_not_remembered(policy):
     prompts = asked(2)
-    memory = ReplayBuffer(Reuse(), policy, prompts)
+    memory = met(ReplayBuffer(), policy, prompts)
     exchange(memory, [dict(prompts[0]), prompts[1]], [0, 0, 1, 0, 0, float("nan")], 0)
     assert not memory.memory.entries, "a changed prompt, and a group with a missing reward"
 
@@ -143,7 +144,7 @@ def trainer(**options) -> Trainer:
         "group_size": COPIES,
         "train_batch_size": 6,
         "iterations": 8,
-        "replay_buffer": Reuse(share=0.5),
+        "stages": (ReplayBuffer(share=0.5),),
     } | options
     return Trainer(
         policy_of(max_new_tokens=3),
@@ -181,7 +182,7 @@ def test_a_run_with_old_answers_goes_on_from_a_checkpoint_to_the_bit():
 
 
 def test_policies_without_prompts_to_encode_again_are_refused():
-    with pytest.raises(UserError, match="train.replay_buffer: ToyBare"):
+    with pytest.raises(UserError, match="train.stages.replay_buffer: ToyBare"):
         Trainer(
             toys.ToyBare(),
             [{"text": "a", "label": 0}],
@@ -194,7 +195,7 @@ def test_policies_without_prompts_to_encode_again_are_refused():
                 group_size=2,
                 train_batch_size=2,
                 iterations=1,
-                replay_buffer=Reuse(),
+                stages=(ReplayBuffer(),),
             ),
         )
 

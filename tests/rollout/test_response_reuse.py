@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl.config.options import AdaptiveRounds, ResponseReuse, TrainOptions
+from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.experiment import state
 from mmrl.objectives.policy_gradient import PolicyGradient
@@ -17,9 +17,11 @@ from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from mmrl.zoo.advantages import all_samples
+from mmrl.zoo.stages.adaptive_sampling import AdaptiveSampling
 from mmrl.zoo.stages.answer_memory import marked
 from mmrl.zoo.stages.response_reuse import ReusedResponses
 from tests.fixtures import toys
+from tests.fixtures.stages import met
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 from tests.rollout.test_replay_buffer import asked, drawn, point_of
 
@@ -38,7 +40,7 @@ def after(memory, prompts, rewards, iteration):
 
 def test_the_last_right_answer_to_the_prompt_takes_the_last_place(policy):
     prompts = asked(3)
-    memory = ReusedResponses(ResponseReuse(), policy, prompts)
+    memory = met(ReusedResponses(), policy, prompts)
     first, same, counts = after(memory, prompts, [0, 1, 1, 0, 0, 0, 0, 0, 1.0], 0)
     assert counts["response_reuse/groups"] == 0 and counts["response_reuse/remembered"] == 2
     assert torch.equal(same.rollout.sample, first.rollout.sample)
@@ -67,7 +69,7 @@ def test_the_last_right_answer_to_the_prompt_takes_the_last_place(policy):
 
 def test_answers_are_forgotten_by_age_and_size(policy):
     prompts = asked(3)
-    memory = ReusedResponses(ResponseReuse(size=2, age=1), policy, prompts)
+    memory = met(ReusedResponses(size=2, age=1), policy, prompts)
     after(memory, prompts, [0, 0, 1.0] * 3, 0)
     assert list(memory.memory.by_prompt()) == [1, 2]
     _, _, counts = after(memory, prompts[:2], [0.0] * 6, 1)
@@ -77,14 +79,14 @@ def test_answers_are_forgotten_by_age_and_size(policy):
 
 def test_a_changed_prompt_is_not_remembered(policy):
     prompts = asked(1)
-    memory = ReusedResponses(ResponseReuse(), policy, prompts)
+    memory = met(ReusedResponses(), policy, prompts)
     after(memory, [dict(prompts[0])], [0, 0, 1.0], 0)
     assert not memory.memory.entries
 
 
 def test_an_answer_of_the_replay_buffer_is_not_remembered_as_new(policy):
     prompts = asked(1)
-    memory = ReusedResponses(ResponseReuse(), policy, prompts)
+    memory = met(ReusedResponses(), policy, prompts)
     memory.begin(0)
     old = drawn(policy, prompts, [0, 0, 1.0])
     old = replace(old, rollout=marked(old.rollout, True))
@@ -94,8 +96,8 @@ def test_an_answer_of_the_replay_buffer_is_not_remembered_as_new(policy):
 
 
 def test_families_that_cannot_be_shown_old_answers_are_refused():
-    options = TrainOptions(1, 2, 2, 1, response_reuse=ResponseReuse())
-    with pytest.raises(UserError, match="train.response_reuse: ToyBare cannot be shown old"):
+    options = TrainOptions(1, 2, 2, 1, stages=(ReusedResponses(),))
+    with pytest.raises(UserError, match="response_reuse: ToyBare cannot be shown old"):
         stages_of(Setup(options, toys.ToyBare(), [], {}))
 
 
@@ -116,8 +118,7 @@ def trainer():
             group_size=2,
             train_batch_size=4,
             iterations=8,
-            adaptive_sampling=AdaptiveRounds(rounds=1, until="positive"),
-            response_reuse=ResponseReuse(),
+            stages=(AdaptiveSampling(rounds=1, until="positive"), ReusedResponses()),
         ),
     )
 

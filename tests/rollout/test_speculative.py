@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mmrl import config
-from mmrl.config.options import Speculative
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.experiment import state
@@ -22,6 +21,7 @@ from mmrl.zoo.stages.speculative import SpeculativeRollouts
 from samplers.noise import Rng
 from samplers.warp import Anneal
 from tests.fixtures import image_tokens, toys
+from tests.fixtures.stages import met
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 from tests.rollout.test_past import moved
 from tests.rollout.test_replay_buffer import asked
@@ -231,7 +231,7 @@ def test_what_is_kept_is_the_published_rule_by_loop():
 def test_a_prompt_gets_its_own_last_answers_once():
     policy = toys.ToyCausal()
     prompts = toys.prompts(3)
-    stage = SpeculativeRollouts(Speculative(exact=False, age=2, size=2), policy, prompts)
+    stage = met(SpeculativeRollouts(exact=False, age=2, size=2), policy, prompts)
     stage.begin(0)
     assert stage.drafts(prompts, 2) is None
     from mmrl.core.types import Rewards
@@ -252,7 +252,11 @@ def test_a_prompt_gets_its_own_last_answers_once():
 def test_a_run_keeps_most_of_its_answers_and_goes_on_from_a_checkpoint():
     def made():
         return make_trainer(
-            "causal", speculative=Speculative(), prompts_per_iteration=8, group_size=4, lr=1e-3
+            "causal",
+            stages=(SpeculativeRollouts(),),
+            prompts_per_iteration=8,
+            group_size=4,
+            lr=1e-3,
         )
 
     one, two = made(), made()
@@ -271,12 +275,12 @@ def test_a_run_keeps_most_of_its_answers_and_goes_on_from_a_checkpoint():
 
 
 def test_models_that_draw_many_tokens_at_a_time_are_refused():
-    with pytest.raises(UserError, match="train.speculative: ToyMasked cannot begin"):
-        make_trainer("masked", speculative=Speculative())
+    with pytest.raises(UserError, match="train.stages.speculative: ToyMasked cannot begin"):
+        make_trainer("masked", stages=(SpeculativeRollouts(),))
 
 
 def test_refilling_and_drafts_exclude_each_other():
     load_built_in()
-    chosen = ["policy.refill=longest", "train.speculative={}"]
-    with pytest.raises(UserError, match="train.speculative: answers that begin with an earlier"):
+    chosen = ["policy.refill=longest", "train.stages=[speculative]"]
+    with pytest.raises(UserError, match="speculative: answers that begin with an earlier"):
         config.check(config.load("configs/vlm/counting.yaml", chosen))

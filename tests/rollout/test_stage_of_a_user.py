@@ -33,8 +33,8 @@ REFUSED = {
     "preferences": f"nothing is sampled with train.preferences, {IDLE}",
     "trees of flows": TREE,
     "trees of texts": TREE,
-    "partial rollouts": "it looks at the answers of an iteration, of which train.partial_rollout "
-    "leaves some to the next: leave one of them out",
+    "partial rollouts": "it looks at the answers of an iteration, of which "
+    "train.stages.partial_rollout leaves some to the next: leave one of them out",
     "gradient of the reward": "this objective draws the noise of every path again, by the names "
     "that rows have now; leave it out, or choose policy_gradient",
     "Ray ahead": "it cannot be had with sampling ahead (ray.staleness): leave one of them out",
@@ -56,7 +56,8 @@ def stage(tmp_path_factory):
 def test_it_is_refused_by_what_it_declares(stage, situation):
     plain = SITUATIONS[situation]
     expected = {f"{KEY}: {REFUSED[situation]}"} if situation in REFUSED else set()
-    train = plain["train"] | {"stages": [{"best_so_far": {"margin": 0.1}}]}
+    named = [*plain["train"].get("stages", ()), {"best_so_far": {"margin": 0.1}}]
+    train = plain["train"] | {"stages": named}
     assert problems(plain | {"train": train}) == expected
 
 
@@ -92,9 +93,16 @@ def test_a_dry_run_takes_it_if_it_says_so(stage, monkeypatch):
 
 
 def test_a_stage_that_an_option_asks_for_is_not_named():
-    train = SIZES | {"stages": ["replay_buffer"]}
+    train = SIZES | {"stages": ["dynamic_sampling"]}
     (why,) = problems(FLOW | {"train": train})
-    assert why.endswith("'replay_buffer' does not fit: train.replay_buffer asks for it; set that")
+    end = "'dynamic_sampling' does not fit: train.dynamic_sampling_rounds asks for it; set that"
+    assert why.endswith(end)
+
+
+def test_a_stage_is_no_option_of_train():
+    (why,) = problems(FLOW | {"train": SIZES | {"replay_buffer": {"share": 0.5}}})
+    expected = "it is a stage: train.stages: [{replay_buffer: {'share': 0.5}}]"
+    assert why == f"train.replay_buffer: unknown option; {expected}"
 
 
 def test_a_wrong_name_is_answered_by_those_that_can_be_named(stage):

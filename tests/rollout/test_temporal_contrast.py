@@ -10,7 +10,7 @@ import torch
 
 from mmrl.advantages import grpo
 from mmrl.config.compatibility import unsupported_options
-from mmrl.config.options import TemporalContrast, TrainOptions
+from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards, per_prompt
 from mmrl.objectives import PolicyGradient
@@ -36,13 +36,14 @@ class Answers(toys.ToyCausal):
 
 
 def options_of(reward, **options):
-    return TrainOptions(1, SIZE, SIZE, 1, temporal_contrast=TemporalContrast(reward, **options))
+    return TrainOptions(1, SIZE, SIZE, 1, stages=(Contrasted(reward, **options),))
 
 
 def stage(**options):
     train = options_of("right", **options)
     setup = Setup(train, Answers(), asked(0.5), {"right": None, "format": None})
-    return Contrasted.build(setup)
+    (contrasted,) = stages_of(setup)
+    return contrasted
 
 
 def asked(*rates):
@@ -145,10 +146,10 @@ def test_wrong_options_are_named():
     train = options_of("accuracy")
     setup = Setup(train, Answers(), asked(0.5), {"right": None})
     with pytest.raises(UserError, match="'accuracy' is no reward .* is right: right"):
-        Contrasted.build(setup)
+        stages_of(setup)
     still = Setup(train, Answers(), [{"text": "a"}], {"accuracy": None})
     with pytest.raises(UserError, match="no prompt of the data has a video"):
-        Contrasted.build(still)
+        stages_of(still)
     pictures = Setup(train, toys.ToyFlow(), asked(0.5), {"accuracy": None})
     with pytest.raises(UserError, match="ToyFlow sees no order of frames"):
         stages_of(pictures)
@@ -190,7 +191,7 @@ def test_a_vision_language_model_trains_with_it():
             group_size=4,
             train_batch_size=8,
             iterations=2,
-            temporal_contrast=TemporalContrast("right", ratio=0.0),
+            stages=(Contrasted("right", ratio=0.0),),
         ),
     )
     batch = trainer.collect()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from mmrl.config.compatibility import unsupported_options
-from mmrl.config.options import Demonstrations, PromptValue, TrainOptions
+from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
@@ -23,6 +23,8 @@ from mmrl.zoo.advantages.baseline import PVPO
 from mmrl.zoo.curricula.selection import Pcl
 from mmrl.zoo.objectives.group_regression import ALoL
 from mmrl.zoo.stages.value_network import SNAPSHOT, ValueNetwork
+from mmrl.zoo.stages.values import PromptValues
+from mmrl.zoo.stages.written_answers import Demonstrated
 from tests.fixtures import tiny_vlms, toys, warm
 from tests.fixtures.records import make_rollout
 from tests.rollout.test_written_answers import Taught
@@ -39,7 +41,7 @@ def double(family="flow"):
 @pytest.mark.parametrize("width", [0, 5])
 def test_the_head_takes_the_steps_of_adam_by_loop(width):
     policy = double()
-    options = PromptValue(width=width, steps=3, lr=0.02, start=0.3)
+    options = PromptValues(width=width, steps=3, lr=0.02, start=0.3)
     prompts = toys.prompts(4)
     rewards = [0.1, 0.9, 0.4, 0.7]
     network = ValueNetwork(policy, options, 3)
@@ -84,7 +86,7 @@ def test_passes_change_nothing(rows):
     for width in (None, rows):
         policy = double("causal")
         policy.pass_sizes.rows = width
-        network = ValueNetwork(policy, PromptValue(steps=2), 1)
+        network = ValueNetwork(policy, PromptValues(steps=2), 1)
         network.learn(prompts, [i / 7 for i in range(7)])
         values.append(network.predict(prompts))
     assert values[0] == pytest.approx(values[1], abs=1e-12)
@@ -92,7 +94,7 @@ def test_passes_change_nothing(rows):
 
 def test_a_process_without_prompts_makes_the_passes_of_the_others(monkeypatch):
     policy = double()
-    network = ValueNetwork(policy, PromptValue(), 1)
+    network = ValueNetwork(policy, PromptValues(), 1)
     known = network.predict(toys.prompts(3))
     monkeypatch.setattr(distributed, "largest", lambda number, device: max(number, 2))
     monkeypatch.setattr(distributed, "all_sum", lambda x: x + 1 if x.ndim == 0 else x)
@@ -116,7 +118,7 @@ def test_every_family_is_drawn_by_and_compared_with_its_value_model(family, monk
         monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
         return source.train, make_trainer(
             policy=double(family),
-            prompt_value=PromptValue(lr=0.05, steps=20),
+            stages=(PromptValues(lr=0.05, steps=20),),
             advantage=PVPO(learned=True),
             prompts_per_iteration=4,
             group_size=4,
@@ -165,7 +167,7 @@ def test_a_vlm_reads_the_prompt_with_its_own_network_and_the_base_is_trained(nam
         alone = torch.cat([policy.prompt_states([prompt]) for prompt in prompts])
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-3)
     assert (together[0] - together[2]).abs().max() > 1e-3, "the picture is seen"
-    options = PromptValue(base="trained", steps=30, lr=1e-2, base_lr=1e-3)
+    options = PromptValues(base="trained", steps=30, lr=1e-2, base_lr=1e-3)
     network = ValueNetwork(policy, options, 1)
     kept = {name: t.clone() for name, t in policy.weights.saved[SNAPSHOT].items()}
     own = {name: p.detach().clone() for name, p in policy.weights.parameters().items()}
@@ -193,12 +195,11 @@ def test_a_reference_is_fitted_before_the_first_iteration(tmp_path, monkeypatch)
     path.write_text("\n".join(lines))
     answers = tmp_path / "answers.jsonl"
     answers.write_text(json.dumps({"prompt": "label 1", "answers": ["333333"]}))
-    options = PromptValue(path=path, learn=False, epochs=200, lr=0.02)
+    options = PromptValues(path=path, learn=False, epochs=200, lr=0.02)
     policy = Taught()
     trainer = make_trainer(
         policy=policy,
-        prompt_value=options,
-        demonstrations=Demonstrations(path=answers),
+        stages=(options, Demonstrated(path=answers)),
         advantage=PVPO(learned=True, offline=True),
         objective=ALoL(),
         prompts_per_iteration=4,
@@ -230,7 +231,7 @@ def test_advantages_and_mistakes(tmp_path):
         logprob=torch.zeros(3, 1, dtype=torch.float64),
     )
     rewards = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
-    with pytest.raises(UserError, match="set train.prompt_value"):
+    with pytest.raises(UserError, match="add prompt_value to train.stages"):
         PVPO(learned=True)(rewards, rollout)
     known = rollout.recorded("value", values)
     lead = [0.75, -0.5, 1.5]
@@ -238,19 +239,19 @@ def test_advantages_and_mistakes(tmp_path):
     std = (sum((x - fmean(lead)) ** 2 for x in lead) / 3) ** 0.5
     scaled = PVPO(learned=True, scale="batch")(rewards, known)[:, 0].tolist()
     assert scaled == pytest.approx([x / (std + 1e-4) for x in lead], abs=1e-9)
-    with pytest.raises(UserError, match="set train.demonstrations"):
+    with pytest.raises(UserError, match="add demonstrations to train.stages"):
         PVPO(learned=True, offline=True)(rewards, known)
     marked = known.replace(provenance=Provenance(is_ground_truth=torch.tensor([False, True, True])))
     computed = PVPO(learned=True, offline=True)(rewards, marked)[:, 0]
     assert computed.isnan().tolist() == [True, False, False] and computed[1:].tolist() == lead[1:]
     with pytest.raises(UserError, match="leave file and field out"):
         PVPO(learned=True, field="reward")
-    options = TrainOptions(**SIZES, prompt_value=PromptValue(base="trained"))
+    options = TrainOptions(**SIZES, stages=(PromptValues(base="trained"),))
     assert not [*unsupported_options(options, VLM)]
     assert any("set base to frozen" in line for line in unsupported_options(options, toys.ToyFlow))
     with pytest.raises(UserError, match="nothing is learnt"):
-        PromptValue(learn=False)
-    with pytest.raises(UserError, match="value: network is train.prompt_value's"):
+        PromptValues(learn=False)
+    with pytest.raises(UserError, match="value: network is that of the stage prompt_value"):
         batch(Pcl(Toys, value="network").train, 2, 0, 0)
 
 

@@ -8,7 +8,6 @@ from statistics import fmean
 import pytest
 import torch
 
-from mmrl.config.options import PolicyDrift
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.data.base import Outcome, batch
@@ -18,6 +17,7 @@ from mmrl.zoo.stages.visits import Visits
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout
+from tests.fixtures.stages import met
 from tests.rollout.test_past import KINDS, exchange, made, moved
 from tests.train.test_trainer import make_trainer
 
@@ -30,14 +30,14 @@ SEED = 5
 def test_the_answers_of_then_are_scored_again_by_the_weights_of_now(kind, answers):
     policy = made(kind)
     prompts = [{**prompt, "entry": 10 + i} for i, prompt in enumerate(toys.prompts(3))]
-    stage = Visits(PolicyDrift(answers=answers), policy, prompts)
+    stage = met(Visits(answers=answers), policy, prompts)
     first, known, counts = exchange(stage, prompts[:2], [0.0] * 6, 0)
     assert (
         known.rollout.record("drift").tolist() == [0.0] * 6 and counts["policy_drift/prompts"] == 0
     )
     tensors, plain = stage.state_dict()
     moved(policy, 0.02)
-    again = Visits(PolicyDrift(answers=answers), policy, prompts)
+    again = met(Visits(answers=answers), policy, prompts)
     again.load_state_dict(tensors, json.loads(json.dumps(plain)))
     results = []
     for one in (stage, again):
@@ -68,7 +68,7 @@ def test_the_tracker_forgets_by_the_measured_drift():
         mask=torch.ones(2, 1).bool(),
         logprob=torch.zeros(2, 1),
     )
-    with pytest.raises(UserError, match="set train.policy_drift"):
+    with pytest.raises(UserError, match="add policy_drift to train.stages"):
         advantage(torch.tensor([1.0, 0.0]), rollout)
     drifts = [0.01, 5.0]
     drift = torch.tensor(drifts, dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_every_family_trains_on_prompts_of_the_tracker(family, monkeypatch):
     trainer = make_trainer(
         family,
         advantage=advantage,
-        policy_drift=PolicyDrift(),
+        stages=(Visits(),),
         prompts_per_iteration=6,
         group_size=2,
         train_batch_size=12,

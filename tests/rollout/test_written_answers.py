@@ -12,7 +12,7 @@ from torchvision.utils import save_image
 
 from mmrl import config
 from mmrl.advantages import dr_grpo
-from mmrl.config.options import Demonstrations, TrainOptions
+from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.core.types import Point, Provenance, Renoised, Rewards, TokenOrder
@@ -26,6 +26,7 @@ from mmrl.zoo.objectives import DPO, IPO
 from mmrl.zoo.objectives.group_loss import Groups, Samples
 from mmrl.zoo.objectives.preference import DiffusionDPO
 from mmrl.zoo.stages.answers import of_field, of_file
+from mmrl.zoo.stages.written_answers import Demonstrated
 from samplers.noise import Rng
 from tests.fixtures import demonstrations, toys
 from tests.fixtures.records import make_rollout
@@ -71,7 +72,7 @@ def lines(path, *records):
 
 def stage_of(policy, prompts, **options):
     trainer = make_trainer(policy=policy)
-    chosen = replace(trainer.options, demonstrations=Demonstrations(**options))
+    chosen = replace(trainer.options, stages=(Demonstrated(**options),))
     setup = Setup(chosen, policy, prompts, {}, trainer._behavior, trainer._score)
     (stage,) = stages_of(setup)
     return stage
@@ -146,10 +147,10 @@ def test_what_is_wrong_with_a_file_is_told_by_its_line(tmp_path):
     with pytest.raises(UserError, match=r"a.jsonl:2: expected .*answers"):
         of_file(path)
     with pytest.raises(UserError, match="set either path, a .jsonl file, or field"):
-        Demonstrations()
+        Demonstrated()
     with pytest.raises(UserError, match="has no answer to any prompt of the data"):
         stage_of(Taught(), toys.prompts(1), path=lines(path, {"prompt": "p", "answer": "x"}))
-    with pytest.raises(UserError, match="train.demonstrations: ToyFlow takes no answers"):
+    with pytest.raises(UserError, match="train.stages.demonstrations: ToyFlow takes no answers"):
         stage_of(toys.ToyFlow(), toys.prompts(1), field="expert")
     (answer,) = of_field("expert")({"expert": "x"})
     assert answer.media() == "x" and of_field("expert")({}) == ()
@@ -259,7 +260,7 @@ def imitating(prompts, flow="module", **options):
         group_size=3,
         train_batch_size=6,
         iterations=30,
-        demonstrations=Demonstrations(field="answer_path", apart=True),
+        stages=(Demonstrated(field="answer_path", apart=True),),
         **options,
     )
     objective = PolicyGradient(sft=Supervision(peak=0.7, valley=0.7))
@@ -345,7 +346,7 @@ def test_a_run_imitates_at_first_and_goes_on_by_itself(tmp_path):
     trainer = make_trainer(
         policy=Taught(),
         objective=PolicyGradient(sft=Supervision(peak=0.9, valley=0.0, decay_iterations=6)),
-        demonstrations=Demonstrations(path=path, apart=True),
+        stages=(Demonstrated(path=path, apart=True),),
         lr=1e-2,
     )
     metrics = [trainer.iterate() for _ in range(8)]
@@ -375,7 +376,7 @@ def test_pairs_of_a_file_are_compared_among_themselves(kind, tmp_path):
             weight.add_(0.03)
     stage = stage_of(policy, prompts, path=path, number=2, apart=True)
     _, mixed, _ = put(stage, prompts, [0.3, 0.7, 0.1, 0, 0, 0.5])
-    compared = set_apart(mixed.rollout, stage.apart)
+    compared = set_apart(mixed.rollout, stage.sets_apart)
     rollout = mixed.rollout.replace(advantage=advantages.dr_grpo(mixed.rewards, compared))
     own = ~rollout.provenance.is_ground_truth
     rollout = rollout.replace(
@@ -450,7 +451,7 @@ def test_pairs_of_a_file_alone_are_trained_on_with_one_sample_a_prompt(tmp_path)
         group_size=1,
         train_batch_size=4,
         micro_batch_size=4,
-        demonstrations=Demonstrations(path=path, number=2, apart=True),
+        stages=(Demonstrated(path=path, number=2, apart=True),),
         lr=1e-2,
     )
     metrics = [trainer.iterate() for _ in range(6)]
@@ -474,7 +475,7 @@ def test_pairs_of_pictures_of_a_file_are_learnt_by_every_family(family, objectiv
         group_size=1,
         train_batch_size=2,
         iterations=12,
-        demonstrations=Demonstrations(path=path, number=2, apart=True),
+        stages=(Demonstrated(path=path, number=2, apart=True),),
     )
     scorer = Scorer({"red": demonstrations.reddish})
     trainer = Trainer(
@@ -487,10 +488,10 @@ def test_pairs_of_pictures_of_a_file_are_learnt_by_every_family(family, objectiv
 def test_a_file_of_pictures_is_refused_where_the_path_to_them_counts():
     load_built_in()
     flow = "configs/digits/flow_grpo.yaml"
-    chosen = ["train.demonstrations={path: a.jsonl}"]
-    with pytest.raises(UserError, match="train.demonstrations: the objective follows the steps"):
+    chosen = ["train.stages=[{demonstrations: {path: a.jsonl}}]"]
+    with pytest.raises(UserError, match="demonstrations: the objective follows the steps"):
         config.check(config.load(flow, chosen))
-    with pytest.raises(UserError, match="train.demonstrations: the objective follows the steps"):
+    with pytest.raises(UserError, match="demonstrations: the objective follows the steps"):
         config.check(config.load(flow, [*chosen, "objective=dpo"]))
     config.check(config.load(flow, [*chosen, "objective.policy_gradient.sft={peak: 0.5}"]))
     config.check(config.load("configs/digits/awm.yaml", chosen))
@@ -498,5 +499,5 @@ def test_a_file_of_pictures_is_refused_where_the_path_to_them_counts():
 
 
 def test_a_missing_file_of_answers_is_named_by_its_option(tmp_path):
-    with pytest.raises(UserError, match="cannot read the answers of train.demonstrations.path"):
+    with pytest.raises(UserError, match="the answers of train.stages.demonstrations.path"):
         of_file(tmp_path / "nowhere.jsonl")

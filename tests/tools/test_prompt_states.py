@@ -58,15 +58,15 @@ def test_states_of_prompts_are_the_policys_own(tmp_path, monkeypatch):
     scaled = states / np.linalg.norm(states, axis=1, keepdims=True)
     np.testing.assert_allclose(features, scaled, atol=1e-6)
     for wrong, why in {
-        "{pcl: {of: %s, value: network}}": "set train.prompt_value to {}",
+        "{pcl: {of: %s, value: network}}": "add prompt_value to train.stages",
         "{depo: {of: %s, explore: entropy}}": "set policy.vlm.record_entropy to true",
     }.items():
         with pytest.raises(UserError, match=why):
             build.read(run, ["data=" + wrong % inner])
-    wanted = "train.policy_drift measures; set train.policy_drift"
+    wanted = "what the stage policy_drift measures; add policy_drift to train.stages"
     with pytest.raises(UserError, match=wanted):
         build.read(run, ["advantage={single_stream: {drift: kl}}"])
-    build.read(run, ["advantage={single_stream: {drift: kl}}", "train.policy_drift={}"])
-    with pytest.raises(UserError, match="train.demonstrations"):
+    build.read(run, ["advantage={single_stream: {drift: kl}}", "train.stages=[policy_drift]"])
+    with pytest.raises(UserError, match="add demonstrations to train.stages"):
         chosen_advantage = "advantage={pvpo: {learned: true, offline: true}}"
-        build.read(run, [chosen_advantage, "train.prompt_value={}"])
+        build.read(run, [chosen_advantage, "train.stages=[prompt_value]"])

@@ -121,7 +121,12 @@ def read_named(name, changes):
 
 @pytest.mark.parametrize("name", ["draft", "adjoint_matching"])
 @pytest.mark.parametrize(
-    "change", ["dynamic_sampling_rounds=2", "adaptive_sampling={rounds: 2}", "replay_buffer={}"]
+    "change",
+    [
+        "dynamic_sampling_rounds=2",
+        "stages=[{adaptive_sampling: {rounds: 2}}]",
+        "stages=[replay_buffer]",
+    ],
 )
 def test_rows_that_change_their_names_are_refused_where_their_noise_is_drawn_again(name, change):
     with pytest.raises(UserError, match="draws the noise of every path again"):

@@ -1,7 +1,7 @@
 """Chooses pairs of samples of one prompt for a person to rate, and keeps the ratings.
 
 The pair is blind: neither addresses nor texts say where a sample comes from, sides are drawn by
-lot. Ratings are lines of a .jsonl file that ``train.demonstrations.path`` reads (a pair of answers
+lot. Ratings are lines of a .jsonl file that the stage ``demonstrations`` reads (a pair of answers
 with rewards) and that has TRL's columns ``prompt``, ``chosen``, ``rejected`` besides.
 """
 

@@ -66,7 +66,7 @@ class Supervision:
 
 @dataclass
 class Imitation(Term):
-    """sft: the supervised loss of answers that others wrote, ``train.demonstrations`` (CHORD)."""
+    """sft: the supervised loss of answers that others wrote (CHORD, ``demonstrations``)."""
 
     sft: Supervision | None = None
 
@@ -160,7 +160,7 @@ class Imitation(Term):
 @dataclass
 class Shaping(Term):
     """shaping: of tokens: gamma of -A rho / (rho + gamma), the loss of answers that others wrote
-    and of guided ones (``train.refinement``), which is not clipped: LUFFY (0.1), RGR-GRPO."""
+    and of guided ones (the stage ``refinement``), which is not clipped: LUFFY (0.1), RGR-GRPO."""
 
     shaping: Annotated[float, Gt(0)] | None = None
 

@@ -105,7 +105,7 @@ def noisy(pixels: np.ndarray, prompt: Prompt, name: str) -> np.ndarray:
 
 def shown_video(video: Video, prompt: Prompt, name: str) -> Video:
     """Return a video as its model is to see it: with the noise, and in the order of frames, that
-    the prompt asks for (``train.temporal_contrast``); ``name``: of the video in the prompt."""
+    the prompt asks for (the stage ``temporal_contrast``); ``name``: of the video in the prompt."""
     frames = noisy(video.frames, prompt, name)
     if (key := prompt.get("frame_order")) is not None:
         frames = frames[Rng.of("frames", key, name).permutation(len(frames)).numpy()]

@@ -60,16 +60,14 @@ def refuse_drafts(policy: Passes) -> None:
     """Raise UserError where answers cannot go on from the beginnings of others."""
     if policy.plainly or policy.outside is not None or not divisible(policy.net.hf):
         raise UserError(
-            "train.speculative and train.partial_rollout: only the policy's own sampler goes "
-            "on from a draft; set "
-            "policy.vlm.engine: own, for a family whose prompts can be shared and whose layers "
-            "keep keys and values"
+            "train.stages.speculative and train.stages.partial_rollout: only the policy's own "
+            "sampler goes on from a draft; set policy.vlm.engine: own, for a family whose prompts "
+            "can be shared and whose layers keep keys and values"
         )
     if policy.net.routing is not None:
         raise UserError(
-            "train.speculative and train.partial_rollout: experts are replayed of tokens that "
-            "are drawn, not of those "
-            "that are kept: leave out policy.vlm.replay_routing"
+            "train.stages.speculative and train.stages.partial_rollout: experts are replayed of "
+            "tokens that are drawn, not of those that are kept: leave out policy.vlm.replay_routing"
         )
     if sharded(policy.net):
         raise UserError(SHARDED)

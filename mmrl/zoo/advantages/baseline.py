@@ -29,10 +29,10 @@ from mmrl.zoo.advantages.shaping import Underneath
 from mmrl.zoo.curricula.statistics import Forgetting
 
 # where no stage has recorded them
-NO_VALUE = "no value of a prompt is predicted; set train.prompt_value to {}"
+NO_VALUE = "no value of a prompt is predicted; add prompt_value to train.stages"
 NO_DRIFT = (
-    "how far the policy has moved since it last met a prompt is not measured; set "
-    "train.policy_drift to {}"
+    "how far the policy has moved since it last met a prompt is not measured; add "
+    "policy_drift to train.stages"
 )
 
 
@@ -204,8 +204,8 @@ class PVPO:
     V) after every iteration, by the mean of what the policy sampled in it (Kulkarni and Fazli
     2025, AVATAR; V of the first is its own mean). key: the field that identifies a prompt. scale:
     with a "batch", divided by the std of all advantages of the iteration + 1e-4. learned: V is
-    what the value model of ``train.prompt_value`` predicts, as in A-LoL (Baheti et al. 2024).
-    offline: only answers of others (train.demonstrations) are trained on, as there.
+    what the value model of the stage ``prompt_value`` predicts, as in A-LoL (Baheti et al. 2024).
+    offline: only answers of others (the stage demonstrations) are trained on, as there.
     """
 
     def __init__(
@@ -221,8 +221,8 @@ class PVPO:
     ):
         if learned and (file is not None or field is not None):
             raise UserError(
-                "pvpo: learned takes V from train.prompt_value; leave file and field out, and give "
-                "the file to train.prompt_value as path"
+                "pvpo: learned takes V from the stage prompt_value; leave file and field out, and "
+                "give the file to prompt_value as path"
             )
         self.references = References(file, field, key, refresh, "pvpo")
         if rate is not None and (file is not None or field is not None or refresh):
@@ -253,13 +253,14 @@ class PVPO:
         written = rollout.provenance.is_ground_truth
         if self.offline and written is None:
             raise UserError(
-                "pvpo: offline: true trains on answers of others alone; set train.demonstrations"
+                "pvpo: offline: true trains on answers of others alone; add demonstrations to "
+                "train.stages"
             )
         return groups.present & written if self.offline and written is not None else groups.present
 
     @staticmethod
     def asks_of_training(options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the options of ``train`` that make what is looked at."""
+        """Name the stages that make what is looked at."""
         by_option = {"learned": "prompt_value", "offline": "demonstrations"}
         return tuple(name for option, name in by_option.items() if options.get(option))
 
@@ -317,8 +318,8 @@ class SingleStream:
 
     rho: 2^(-D / half) within [forget_min, forget_max], where D says how far the policy has moved
     since it last met the prompt. drift: D is the mean |log p_then - log p_now| of the decisions of
-    the answers of then, scored again as in the published code ("kl", needs train.policy_drift); or,
-    without that pass, the difference of the mean log-probs of the answers of then and of now
+    the answers of then, scored again as in the published code ("kl", of the stage policy_drift);
+    or, without that pass, the difference of the mean log-probs of the answers of then and of now
     ("surprisal", our reading); or 0, so that rho = forget_max ("none"; with forget_min = forget_max
     the published constant rho). half: the D, nats, at which half is forgotten. file: rewards of a
     reference, as in ``pvpo``: n values of them begin alpha = N (sum + 1/2) / (n + 1), N = 1 / (1 -
@@ -374,7 +375,7 @@ class SingleStream:
 
     @staticmethod
     def asks_of_training(options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the options of ``train`` that make what is looked at."""
+        """Name the stages that make what is looked at."""
         return ("policy_drift",) if options.get("drift") == "kl" else ()
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def all_samples(
     """Compare with all samples of the prompt, trained on or not: Reinforce-Ada's global statistics.
 
     Xiong et al. 2025: (reward - mean) / (std + eps), mean and std (population) of all samples that
-    the rounds of train.adaptive_sampling drew for the prompt, since the group that was chosen of
+    the rounds of ``adaptive_sampling`` drew for the prompt, since the group that was chosen of
     them is balanced on purpose; of the group where there were no rounds. Of the weighted sum of the
     rewards; what shapes them, as a KL does, is known of the samples that are trained on, whose mean
     change is added to the mean of all (our reading). std: of the prompt, or none (the reward less

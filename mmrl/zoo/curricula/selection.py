@@ -278,7 +278,9 @@ class Valued(Chosen):
         """Predict the rewards of prompts."""
         if self.pcl.uses == "network":
             if self.network is None:
-                raise UserError("pcl: value: network is train.prompt_value's: set it to {}")
+                raise UserError(
+                    "pcl: value: network is that of the stage prompt_value: add it to train.stages"
+                )
             return self.network(prompts)
         values: list[float] = self.model.predict(self.pcl.features(prompts)).tolist()
         return values
@@ -298,8 +300,8 @@ class Pcl(Fading):
     Gao et al. 2025, Prompt Curriculum Learning: of ``candidates`` times as many prompts as are
     asked, those with the smallest |V - target| are, without sampling answers of the others. V is
     by ``value``: ``network``, as in the paper, a value model of the policy's kind and size that
-    learns beside it from the mean reward of every group, by squared error (``train.prompt_value``,
-    with base: trained); ``model``, the same linear in features of the prompt, which costs no pass;
+    learns beside it from the mean reward of every group, by squared error (``prompt_value`` with
+    base: trained); ``model``, the same linear in features of the prompt, which costs no pass;
     ``mean``, the mean of the prompt's own rewards so far, drawn to the mean of all prompts as by
     ``prior`` answers; ``both``, that mean drawn to what the linear model predicts.
 
@@ -342,7 +344,7 @@ class Pcl(Fading):
 
     @staticmethod
     def asks_of_training(options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the options of ``train`` that make what is looked at."""
+        """Name the stages that make what is looked at."""
         return ("prompt_value",) if options.get("value") == "network" else ()
 
     def features(self, prompts: Sequence[Prompt]) -> Array:

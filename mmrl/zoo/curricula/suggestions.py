@@ -91,7 +91,7 @@ class Suggestions:
     its text, until it is hard no more. kl_drop: only after iterations in which the policy stopped
     exploring, their KL to the behaviour policy being below this many times its moving mean (the
     paper; 1.0): (rho - 1) - log rho over all tokens or steps, old answers among them
-    (``train.response_reuse``); null: always.
+    (the stage ``response_reuse``); null: always.
 
     of: the data source. field: of the prompt, that holds its hint; prompts without one are asked as
     they are. between: stands between question and hint. decay: what is left of the weight of

@@ -70,8 +70,8 @@ class SingleStreamData(Unrenewed):
     weights sqrt(v (1 - v)) + explore, v = alpha / (alpha + beta) by the tracker of the advantage
     ``single_stream``: alpha <- rho alpha + r, beta <- rho beta + 1 - r, rho = 2^(-D / half) within
     [forget_min, forget_max]. D, how far the policy has moved since the prompt's last visit, is what
-    ``train.policy_drift`` measures; without it 0, so that rho = forget_max. Give the two the same
-    options.
+    the stage ``policy_drift`` measures; without it 0, so that rho = forget_max. Give the two the
+    same options.
 
     of: the data source. explore: added to every weight. candidates: of every prompt that is asked,
     drawn as ``of`` does, among which the weights choose, as in the published code; null: all

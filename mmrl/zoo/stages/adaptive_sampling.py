@@ -8,16 +8,17 @@ processes: the same training on any number of them, and after a resume.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.advantages.groups import measured
-from mmrl.config.options import AdaptiveRounds
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards
 from mmrl.rollout.collect import appended, evenly, media_of, together
@@ -28,28 +29,29 @@ NEGATIVE, POSITIVE, MISSING = range(3)
 
 
 @STAGES.register("adaptive_sampling")
+@dataclass
 class AdaptiveSampling(Stage):
-    """Samples prompts again until their rewards are a signal (``train.adaptive_sampling``).
+    """Samples a prompt again, in rounds, until its rewards are a signal. ``rounds``: further ones,
+    at most. ``round_size``: samples of a prompt in each; null: ``train.group_size``. ``until``:
+    half of a group's size are positive and half negative (balanced), or one is positive.
+    ``threshold``: a total reward above it is positive.
 
     A prompt leaves the rounds when enough of its samples are positive and negative. Of all its
     samples as many are trained on as its group has places, half of them positive as far as there
     are, those sampled first before others. Their ``all_samples`` has the moments of all.
     """
 
-    option = "adaptive_sampling"
+    rounds: Count = 3
+    round_size: Count | None = None
+    until: Literal["balanced", "positive"] = "balanced"
+    threshold: float = 0.5
     effects = Effects(looks_at_samples=True, exchanges_rows=True, renames_rows=True)
 
-    def __init__(self, options: AdaptiveRounds, seed: int, group_size: int):
-        self.options = options
-        self.seed = seed
-        self.round_size = options.round_size or group_size
+    def meet(self, setup: Setup) -> None:
+        self.seed = setup.options.seed
+        self.copies = self.round_size or setup.options.group_size
         # prompts as the policy returned them in this iteration, and as they stand in the data
         self.origins: dict[int, tuple[Prompt, Prompt]] = {}
-
-    @classmethod
-    def build(cls, setup: Setup) -> AdaptiveSampling | None:
-        options = setup.options.adaptive_sampling
-        return cls(options, setup.options.seed, setup.options.group_size) if options else None
 
     def begin(self, iteration: int) -> None:
         self.origins = {}
@@ -63,15 +65,15 @@ class AdaptiveSampling(Stage):
     ) -> tuple[Drawn, dict[str, float]]:
         if drawn.rollout.edge_id is not None:
             raise UserError(
-                "train.adaptive_sampling: the samples of a tree share their beginnings and cannot "
-                "be chosen one by one; sample without policy.tree"
+                "train.stages.adaptive_sampling: the samples of a tree share their beginnings and "
+                "cannot be chosen one by one; sample without policy.tree"
             )
         sizes = torch.tensor(group_sizes(drawn.rollout))
         pool = drawn
         device = drawn.rollout.group.device
         samples = 0
         rounds = 0
-        for number in range(self.options.rounds):
+        for number in range(self.rounds):
             active = self.active(pool, sizes)
             share = evenly(len(active), device)
             if not share.total:
@@ -79,9 +81,9 @@ class AdaptiveSampling(Stage):
             rng = Rng.of(self.seed, iteration, "adaptive", number)
             round_groups = [*active, *[0] * share.idle]
             prompts = [self.origins[id(drawn.rollout.prompts[g])][1] for g in round_groups]
-            further = sample(prompts, replace(rng, offset=share.offset), self.round_size)
+            further = sample(prompts, replace(rng, offset=share.offset), self.copies)
             pool = together_with(pool, further, active)
-            samples += share.total * self.round_size
+            samples += share.total * self.copies
             rounds += 1
         left = torch.tensor(len(self.active(pool, sizes)), device=device)
         return chosen(drawn, pool, self.labels(pool), sizes), {
@@ -93,13 +95,13 @@ class AdaptiveSampling(Stage):
     def labels(self, pool: Drawn) -> Tensor:
         """Tell positive from negative and from unscored samples, [B] long on the CPU."""
         double, groups = measured(pool.rewards.per_row(), pool.rollout)
-        positive = (double.total() > self.options.threshold).long()
+        positive = (double.total() > self.threshold).long()
         return torch.where(groups.present, positive, MISSING).cpu()
 
     def active(self, pool: Drawn, sizes: Tensor) -> list[int]:
         """List the groups that want further samples."""
         counts = label_counts(self.labels(pool), pool.rollout.group.cpu(), len(sizes))
-        if self.options.until == "positive":
+        if self.until == "positive":
             wanting = counts[:, POSITIVE] == 0
         else:
             wanting = counts[:, :MISSING].amin(1) < sizes // 2

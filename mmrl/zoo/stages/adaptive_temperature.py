@@ -26,6 +26,7 @@ class AdaptiveTemperature(Stage):
     """
 
     saved_as = "adaptive_temperature"
+    asked_by = "the policy's option adaptive_temperature"
 
     def __init__(self, policy: Policy):
         self.policy = policy

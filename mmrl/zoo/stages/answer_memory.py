@@ -32,7 +32,7 @@ from mmrl.core.types import (
 from mmrl.policies.base import Drafts, Policy
 from mmrl.policies.contracts import Replays
 from mmrl.rollout.collect import joined, padded
-from mmrl.rollout.stages import Drawn, Stage
+from mmrl.rollout.stages import Drawn, Setup, Stage
 
 # of trajectories, those with more fields first
 KINDS: tuple[type[Fields], ...] = (TextAndPath, LatentPath, MaskTrace, TokenOrder)
@@ -166,8 +166,10 @@ class OldAnswers(Stage):
     policy: Policy
     prompts: Sequence[Prompt]
 
-    def __post_init__(self) -> None:
-        self.replays = Replays.of(self.policy)
+    def meet(self, setup: Setup) -> None:
+        self.policy = setup.policy
+        self.prompts = setup.prompts
+        self.replays = Replays.of(setup.policy)
         self.memory = AnswerMemory(self.prompts)
         self.places = {id(prompt): i for i, prompt in enumerate(self.prompts)}
         # of prompts as the policy returned them in this iteration
@@ -204,8 +206,8 @@ class OldAnswers(Stage):
         """Raise UserError for rows that are not to be taken one by one."""
         if rollout.edge_id is not None:
             raise UserError(
-                f"train.{self.option}: the samples of a tree share their beginnings and cannot be "
-                f"{what} one by one; sample without policy.tree"
+                f"train.stages.{self.saved_as}: the samples of a tree share their beginnings and "
+                f"cannot be {what} one by one; sample without policy.tree"
             )
 
     def state_dict(self) -> tuple[dict[str, Tensor], Any]:

@@ -74,7 +74,7 @@ def of_file(path: Path, key: str = "text") -> Known:
     that "prompt" repeats. Several lines of one prompt add up."""
     answers: dict[str, list[Answer]] = {}
     for number, line in enumerate(
-        decoded(path, "the answers of train.demonstrations.path").split("\n"), start=1
+        decoded(path, "the answers of train.stages.demonstrations.path").split("\n"), start=1
     ):
         if not line.strip():
             continue

@@ -23,6 +23,8 @@ class Diversity(Stage):
     """Measures diversity or entropy of groups where the data draws by it (VAS, DEPO); no option
     asks for it."""
 
+    asked_by = "a data source that chooses by it"
+
     def __init__(self, prompts: Curriculum, seed: int = 0):
         self.prompts = prompts
         self.seed = seed

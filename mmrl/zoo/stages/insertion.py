@@ -176,9 +176,10 @@ def _with_logprobs(rows: Rollout, due: Wanted, how: str) -> Rollout:
             length = int(rows.mask[place].sum())
             if length and len(answer.logprobs) != length:
                 raise UserError(
-                    f"train.demonstrations: an answer to {str(prompt.get('text'))[:60]!r} has "
-                    f"{len(answer.logprobs)} logprobs, but {length} tokens, its end included; "
-                    f"leave logprobs out, or write those of this policy's tokens"
+                    f"train.stages.demonstrations: an answer to "
+                    f"{str(prompt.get('text'))[:60]!r} has {len(answer.logprobs)} logprobs, but "
+                    f"{length} tokens, its end included; leave logprobs out, or write those of "
+                    f"this policy's tokens"
                 )
             known = torch.tensor(answer.logprobs).to(logprob)
             logprob[place, rows.mask[place]] = known[:length]

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl.config.options import PartialRollout
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError, called
+from mmrl.core.numbers import Count
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, Rewards, Rollout
 from mmrl.data.base import Curriculum
-from mmrl.policies.base import Drafts, Policy, RolloutContext
+from mmrl.policies.base import Drafts, RolloutContext
 from mmrl.policies.contracts import LimitsLength
 from mmrl.rollout.collect import media_of
 from mmrl.rollout.stages import Drawn, Sample, Setup
@@ -37,33 +37,43 @@ from samplers.noise import Rng
 @STAGES.register("partial_rollout")
 @dataclass
 class PartialRollouts(OldAnswers):
-    """Lets long answers be written over several iterations (``train.partial_rollout``)."""
+    """Cuts answers off after ``tokens`` tokens and goes on with them in the next iterations, under
+    the weights of then (Kimi team 2025, k1.5; Zhou et al. 2025, APRIL), so that no iteration waits
+    for the longest answer.
 
-    options: PartialRollout
-    policy: Policy
-    prompts: Sequence[Prompt]
-    group_size: int
-    seed: int
-    continued: list[Remembered | None] = field(default_factory=list)  # in the call under way
-    saved_as = option = "partial_rollout"
+    Groups wait until all their answers have ended, and then take the places of groups that are cut
+    off; where there are too few, places are not trained on. ``age``: iterations that a group may be
+    old; older ones are given up.
+    """
+
+    tokens: Count
+    age: Count = 8
+    saved_as = "partial_rollout"
     effects = Effects(
-        looks_at_samples=True, changes_sampling=True, exchanges_rows=True, in_dry_run=False
+        looks_at_samples=True,
+        changes_sampling=True,
+        exchanges_rows=True,
+        writes_in_parts=True,
+        in_dry_run=False,
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.limits = LimitsLength.of(self.policy)
+    def meet(self, setup: Setup) -> None:
+        super().meet(setup)
+        self.group_size = setup.options.group_size
+        self.seed = setup.options.seed
+        self.continued: list[Remembered | None] = []  # in the call under way
+        self.limits = LimitsLength.of(setup.policy)
         if why := self.limits.cannot_go_on():
-            raise UserError(f"train.partial_rollout: {why}")
+            raise UserError(f"train.stages.partial_rollout: {why}")
         if isinstance(self.prompts, Curriculum):
             raise UserError(
-                "train.partial_rollout: the data chooses prompts by how the last ones went, which "
-                "is not known of answers that wait; take data without a curriculum"
+                "train.stages.partial_rollout: the data chooses prompts by how the last ones went, "
+                "which is not known of answers that wait; take data without a curriculum"
             )
         self.longest = self.limits.most_new_tokens()
-        if self.options.tokens >= self.longest:
+        if self.tokens >= self.longest:
             raise UserError(
-                f"train.partial_rollout.tokens: {self.options.tokens} is no less than the policy's "
+                f"train.stages.partial_rollout.tokens: {self.tokens} is no less than the policy's "
                 f"max_new_tokens, {self.longest}, so that nothing would be cut off"
             )
 
@@ -75,18 +85,9 @@ class PartialRollouts(OldAnswers):
                 f"{called(policy)} cannot go on with an answer that was cut off; it is for vlm",
             )
 
-    @classmethod
-    def build(cls, setup: Setup) -> PartialRollouts | None:
-        options = setup.options.partial_rollout
-        if options is None:
-            return None
-        return cls(
-            options, setup.policy, setup.prompts, setup.options.group_size, setup.options.seed
-        )
-
     def begin(self, iteration: int) -> None:
         super().begin(iteration)
-        self.limits.set_max_new_tokens(self.options.tokens)
+        self.limits.set_max_new_tokens(self.tokens)
 
     def context(self, context: RolloutContext) -> RolloutContext:
         return replace(context, drafts=self._drafts) if self.continued else context
@@ -112,10 +113,10 @@ class PartialRollouts(OldAnswers):
         ]
         places = list(cut)
         before = len(self.memory.entries)
-        self.memory.forget(iteration - self.options.age)
+        self.memory.forget(iteration - self.age)
         due = self.memory.entries
         dropped = before - len(due)
-        for parts in range(1, math.ceil(self.longest / self.options.tokens)):
+        for parts in range(1, math.ceil(self.longest / self.tokens)):
             resumed, entries = self._continue(
                 [w for w in due if w.times == parts], parts, iteration, sample
             )
@@ -147,7 +148,7 @@ class PartialRollouts(OldAnswers):
 
     def _cut(self, drawn: Drawn, parts: int) -> list[int]:
         """List the groups with an answer that has not ended though it might still be longer."""
-        if parts * self.options.tokens >= self.longest:
+        if parts * self.tokens >= self.longest:
             return []
         assert isinstance(drawn.media, list)
         pairs = zip(drawn.media, drawn.rollout.group.tolist(), strict=True)
@@ -163,7 +164,7 @@ class PartialRollouts(OldAnswers):
         most = -(-len(entries) // size)
         if not most:
             return None, []
-        self.limits.set_max_new_tokens(min((parts + 1) * self.options.tokens, self.longest))
+        self.limits.set_max_new_tokens(min((parts + 1) * self.tokens, self.longest))
         filler = local or entries[:1]
         self.continued = [*local, *[None] * (most - len(local))]
         prompts = [self.prompts[(w or filler[0]).index] for w in self.continued]

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Le
 
 from mmrl.advantages.groups import measured
-from mmrl.config.options import Refinement
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError, called
+from mmrl.core.numbers import Natural
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rewards, Rollout
 from mmrl.rollout.collect import evenly, rescored
@@ -23,27 +24,83 @@ from mmrl.zoo.stages.insertion import demonstrated, inserted
 from samplers.noise import Rng
 
 
-@STAGES.register("refinement")
-class Refined(KnowsPrompts):
-    """Puts an improved answer in groups whose best one leaves room, or corrects wrong ones
-    (``train.refinement``).
+@dataclass(frozen=True)
+class Corrections:
+    """Corrects every wrong answer in its place: EDGE-GRPO's guided error correction.
 
-    The policy sees its best answer and the criteria, and answers once more; what it writes is
-    scored, and trained on, as an answer to the prompt without them (RGR-GRPO). With ``corrections``
-    wrong answers are continued, corrected or exchanged for a solution where they stand (EDGE-GRPO).
+    Zhang et al. 2025, "EDGE-GRPO: Entropy-driven GRPO with guided error correction for advantage
+    diversity"; at random, with these shares of the wrong answers (theirs; what is left of 1 stays
+    wrong): ``continued``: ``cue`` is written behind the answer and the policy goes on; ``answer``:
+    ``correction``, which has the right answer as {feedback}, is written behind it; ``solution``:
+    the field ``field`` of the prompt takes its place, or the answer is corrected where there is
+    none. All are trained on as the policy's own answers to the plain prompt. The wording is ours;
+    an answer that becomes longer than the policy writes stays as it was.
     """
 
-    option = "refinement"
+    continued: Annotated[float, Ge(0), Le(1)] = 0.5
+    answer: Annotated[float, Ge(0), Le(1)] = 0.25
+    solution: Annotated[float, Ge(0), Le(1)] = 0.25
+    cue: str = "\nBut this cannot be right. Once more:"
+    correction: str = "\nBut this cannot be right. I checked it: the answer is {feedback}."
+    field: str = "solution"
+
+    def __post_init__(self) -> None:
+        total = self.continued + self.answer + self.solution
+        if not 0 < total <= 1 + 1e-9:
+            raise UserError(
+                f"corrections: continued, answer and solution are shares of the wrong answers, "
+                f"they must add up to more than 0 and at most 1, not {total:g}"
+            )
+        _checked_template("corrections: correction", self.correction, feedback="")
+
+
+@STAGES.register("refinement")
+@dataclass
+class Refined(KnowsPrompts):
+    """Lets the policy improve its best answer to a prompt by what is asked of it, and puts the new
+    answer in the group, as one to the prompt itself (RGR-GRPO's offline guidance).
+
+    ``threshold``: groups whose best total reward is below it get one. ``feedback``: the field of
+    the prompt that says what a good answer has: a text, a list of criteria (texts, or pairs whose
+    first is one), or the right answer. ``failed_by``: the name of a reward that goes through
+    criteria, such as judge_checklist: in place of ``feedback`` those are shown that the best answer
+    fails, and a group whose best fails none gets no other (RGR-GRPO). ``template``: of the
+    question, with {text}, {answer} and {feedback}. ``place``: it replaces the last of the group, or
+    is appended to it. ``logprob``: what a ratio divides by: the policy's own log-probs of the
+    answer to the plain prompt (current), those that it was sampled with, the criteria shown
+    (guided), or 0 (one); with the last two set ``shaping`` of the objective. ``until``: the
+    iteration from which on there is none. ``corrections``: instead, every answer with a total
+    reward below ``threshold`` is corrected in its place, ``feedback`` being the right answer
+    (EDGE-GRPO).
+
+    The policy sees its best answer and the criteria, and answers once more; what it writes is
+    scored, and trained on, as an answer to the prompt without them.
+    """
+
+    threshold: float = 1.0
+    feedback: str = "rubric"
+    failed_by: str | None = None
+    template: str = (
+        "{text}\n\nAn earlier answer:\n{answer}\n\nA good answer has:\n{feedback}\n\n"
+        "Write a better answer."
+    )
+    place: Literal["replace", "append"] = "append"
+    logprob: Literal["current", "guided", "one"] = "current"
+    until: Natural | None = None
+    corrections: Corrections | None = None
     effects = Effects(looks_at_samples=True, exchanges_rows=True, in_dry_run=False)
 
-    def __init__(self, options: Refinement, setup: Setup):
-        self.options = options
-        self.setup = setup
-        self.grows = options.place == "append" and options.corrections is None
-        self.origins: dict[int, Prompt] = {}
+    def __post_init__(self) -> None:
+        _checked_template("refinement: template", self.template, text="", answer="", feedback="")
+        if self.corrections is not None and (self.failed_by or self.logprob != "current"):
+            raise UserError(
+                "refinement: corrections are answers to the plain prompt and need the right "
+                "answer: leave out failed_by and logprob, or corrections"
+            )
+        self.grows = self.place == "append" and self.corrections is None
 
     @classmethod
-    def unfit(cls, options: Refinement, policy: Any) -> Iterator[tuple[str, str]]:
+    def unfit(cls, options: Refined, policy: Any) -> Iterator[tuple[str, str]]:
         can = policy.capabilities
         if can.makes != "text":
             yield (
@@ -58,30 +115,27 @@ class Refined(KnowsPrompts):
                 f"policy that writes token by token",
             )
 
-    @classmethod
-    def build(cls, setup: Setup) -> Refined | None:
-        options = setup.options.refinement
-        if options is None:
-            return None
-        fields = [] if options.failed_by else [options.feedback]
-        fields += [] if options.corrections is None else [options.corrections.field]
+    def meet(self, setup: Setup) -> None:
+        self.setup = setup
+        self.origins = {}
+        fields = [] if self.failed_by else [self.feedback]
+        fields += [] if self.corrections is None else [self.corrections.field]
         if fields and all(prompt.get(name) is None for prompt in setup.prompts for name in fields):
             raise UserError(
-                f"train.refinement: no prompt has the field {options.feedback!r}; set feedback to "
-                f"the one that says what a good answer has"
+                f"train.stages.refinement: no prompt has the field {self.feedback!r}; set feedback "
+                f"to the one that says what a good answer has"
             )
-        if options.failed_by is not None and criteria(setup, options.failed_by) is None:
+        if self.failed_by is not None and criteria(setup, self.failed_by) is None:
             raise UserError(
-                f"train.refinement.failed_by: {options.failed_by!r} is no reward of this run that "
-                f"goes through criteria; name one such as judge_checklist, or leave it out"
+                f"train.stages.refinement.failed_by: {self.failed_by!r} is no reward of this run "
+                f"that goes through criteria; name one such as judge_checklist, or leave it out"
             )
-        return cls(options, setup)
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
     ) -> tuple[Drawn, dict[str, float]]:
-        active = self.options.until is None or iteration < self.options.until
-        if self.options.corrections is not None:
+        active = self.until is None or iteration < self.until
+        if self.corrections is not None:
             wrong = self._wrong(drawn, iteration) if active else []
             mixed, count = self._corrected(drawn, iteration, sample, wrong)
             return mixed, {"refinement/corrected": count}
@@ -121,7 +175,7 @@ class Refined(KnowsPrompts):
         written = torch.ones_like(places, dtype=torch.bool)
         marks = rows.provenance.replace(is_ground_truth=written, is_replayed=written)
         rows = rows.replace(provenance=marks)
-        if self.options.logprob == "one":
+        if self.logprob == "one":
             rows = rows.replace(logprob=torch.zeros_like(rows.logprob))
         rewards = self.setup.score(rows)
         chosen = []
@@ -133,7 +187,7 @@ class Refined(KnowsPrompts):
         mixed = inserted(
             policy, replace(drawn, rollout=with_marks(drawn.rollout)), chosen, self.grows
         )
-        if self.options.logprob != "current":
+        if self.logprob != "current":
             return mixed  # a ratio divides by what is recorded, as of answers of other weights
         rollout = mixed.rollout
         new = rollout.provenance.is_replayed
@@ -155,7 +209,7 @@ class Refined(KnowsPrompts):
         rows = [
             (group, row, self.origins.get(id(rollout.prompts[group]), {}))
             for group, row in sorted(best.items())
-            if -torch.inf < total[row] < self.options.threshold
+            if -torch.inf < total[row] < self.threshold
         ]
         rows = [(group, row, prompt) for group, row, prompt in rows if prompt]
         prompts = [prompt for _, _, prompt in rows]
@@ -165,7 +219,7 @@ class Refined(KnowsPrompts):
             rows, answers, self._feedback(answers, prompts), strict=True
         ):
             if feedback:
-                text = self.options.template.format(
+                text = self.template.format(
                     text=prompt["text"], answer=str(answer), feedback=listed(feedback)
                 )
                 questions.append((group, {**prompt, "text": text}))
@@ -174,9 +228,9 @@ class Refined(KnowsPrompts):
     def _feedback(self, answers: list[Any], prompts: list[Prompt]) -> list[Any]:
         """Return what is shown with each answer: the criteria of its prompt, or those that it
         fails."""
-        if self.options.failed_by is None:
-            return [prompt.get(self.options.feedback) for prompt in prompts]
-        unmet = criteria(self.setup, self.options.failed_by)
+        if self.failed_by is None:
+            return [prompt.get(self.feedback) for prompt in prompts]
+        unmet = criteria(self.setup, self.failed_by)
         assert unmet is not None
         return unmet(answers, prompts) if prompts else []
 
@@ -184,11 +238,11 @@ class Refined(KnowsPrompts):
 
     def _wrong(self, drawn: Drawn, iteration: int) -> list[Wrong]:
         """List the answers below the threshold that are corrected, and how."""
-        options = self.options.corrections
+        options = self.corrections
         assert options is not None
         rollout = drawn.rollout
         double, groups = measured(drawn.rewards.per_row(), rollout)
-        below = (double.total() < self.options.threshold) & groups.present
+        below = (double.total() < self.threshold) & groups.present
         rng = Rng.of(self.setup.options.seed, iteration, "correct")
         draws = rng.uniform(rollout.row_id, (1,))[:, 0].tolist()
         of_rows = rollout.group.tolist()
@@ -196,7 +250,7 @@ class Refined(KnowsPrompts):
         for row in below.nonzero()[:, 0].tolist():
             prompt = self.origins.get(id(rollout.prompts[of_rows[row]]), {})
             text = str(drawn.media[row])
-            right = prompt.get(self.options.feedback)
+            right = prompt.get(self.feedback)
             solution = prompt.get(options.field)
             if draws[row] < options.continued and prompt:
                 wrong.append(Wrong(of_rows[row], row, prompt, text + options.cue, True))
@@ -248,3 +302,15 @@ def listed(feedback: Any) -> str:
         return str(feedback)
     items = (item[0] if isinstance(item, (list, tuple)) else item for item in feedback)
     return "\n".join(f"- {item}" for item in items)
+
+
+def _checked_template(where: str, template: str, **names: str) -> None:
+    """Raise UserError where a template names anything else."""
+    try:
+        template.format(**names)
+    except (KeyError, IndexError, ValueError) as error:
+        listed = [f"{{{name}}}" for name in names]
+        known = " and ".join([", ".join(listed[:-1]), listed[-1]] if listed[1:] else listed)
+        raise UserError(
+            f"{where} may hold {known} alone, and other braces twice ({error!r})"
+        ) from error

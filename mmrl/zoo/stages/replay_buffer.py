@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import Reuse
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
+from mmrl.core.numbers import Count
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Prompt, Rewards, Rollout
-from mmrl.policies.base import Policy
-from mmrl.rollout.stages import Drawn, Sample, Setup, group_sizes
+from mmrl.core.types import Rewards, Rollout
+from mmrl.rollout.stages import Drawn, Sample, group_sizes
 from mmrl.zoo.stages.answer_memory import (
     OldAnswers,
     Remembered,
@@ -37,33 +37,27 @@ from mmrl.zoo.stages.dynamic_sampling import exchanged, flat_groups
 @STAGES.register("replay_buffer")
 @dataclass
 class ReplayBuffer(OldAnswers):
-    """Replaces groups that teach nothing by old answers of the same process
-    (``train.replay_buffer``).
+    """Replays answers of earlier iterations in place of groups of equal rewards. ``share``: the
+    largest share of an iteration's groups that is replaced; on every process one stays. ``size``:
+    groups that are remembered on a process; those whose rewards differ least leave first. ``age``:
+    iterations after which an answer is forgotten. ``times``: how often a group comes again."""
 
-    ``prompts``: the data, whose entries are remembered by their places.
-    """
-
-    options: Reuse
-    policy: Policy
-    prompts: Sequence[Prompt]
-    saved_as = "memory"
-    option = "replay_buffer"
+    share: Annotated[float, Gt(0), Le(1)] = 0.5
+    size: Count = 256
+    age: Count = 8
+    times: Count = 1
+    saved_as = "replay_buffer"
     effects = Effects(returns_rows=True)
-
-    @classmethod
-    def build(cls, setup: Setup) -> ReplayBuffer | None:
-        options = setup.options.replay_buffer
-        return cls(options, setup.policy, setup.prompts) if options else None
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
     ) -> tuple[Drawn, dict[str, float]]:
         """Replace groups of equal rewards by remembered ones, as far as there are any; then
         remember the others."""
-        self.memory.forget(iteration - self.options.age)
+        self.memory.forget(iteration - self.age)
         count = len(drawn.rollout.prompts)
         # one stays, so that every process has something of this iteration to measure
-        flat = flat_groups(drawn)[: min(int(self.options.share * count + 1e-9), count - 1)]
+        flat = flat_groups(drawn)[: min(int(self.share * count + 1e-9), count - 1)]
         places, best = self._match(flat, group_sizes(drawn.rollout), drawn.rollout)
         fresh = self._worth(drawn, iteration)
         mixed = replace(drawn, rollout=marked(drawn.rollout, False))
@@ -71,10 +65,10 @@ class ReplayBuffer(OldAnswers):
             mixed = exchanged(mixed, self._recalled(best, mixed.rollout), places)
         for entry in best:
             entry.times += 1
-        left = [entry for entry in self.memory.entries if entry.times < self.options.times]
+        left = [entry for entry in self.memory.entries if entry.times < self.times]
         self.memory.entries = sorted(
             [*left, *fresh], key=lambda entry: (-entry.spread(), -entry.iteration)
-        )[: self.options.size]
+        )[: self.size]
         ages = sum(iteration - entry.iteration for entry in best)
         device = drawn.rollout.group.device
         sums = distributed.all_sum(

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Gt, Le
 from torch import Tensor
 
 from mmrl.advantages.groups import measured
-from mmrl.config.options import ResponseReuse
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
+from mmrl.core.numbers import Count, Natural, Positive
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt, Rollout
 from mmrl.core.weight_files import read_tensors
-from mmrl.policies.base import Policy
 from mmrl.rollout.collect import rescored
 from mmrl.rollout.stages import Drawn, Sample, Setup
 from mmrl.zoo.stages.answer_memory import (
@@ -46,7 +45,24 @@ Chosen = list[tuple[int, Remembered]]  # groups, and answers that they get
 @STAGES.register("response_reuse")
 @dataclass
 class ReusedResponses(OldAnswers):
-    """Puts remembered answers to the same prompt in its group (``train.response_reuse``).
+    """Puts answers of earlier iterations to a prompt in its group: AR3PO, RePO, RLEP, ReMix.
+
+    ``threshold``: a total reward above it is right, and only right answers are remembered; null:
+    all are. ``when``: in groups without a right answer, or always. ``number``: answers that a group
+    gets, at most. ``strategy``: which of those remembered: the newest (recency), all (full_scope),
+    the best (reward), those whose rewards differ most (variance), or random ones. ``place``: they
+    replace the last of the group, of which one stays, or are appended to it. ``apart``: they are
+    compared among themselves, as RePO does, not with the new ones. ``logprob``: a ratio is to the
+    weights that sampled (recorded), or to those before the update (current), and then
+    ``importance_sampling`` of the objective sees how far the two are apart. ``per_prompt``: answers
+    that are remembered of a prompt, the newest; ``size``: prompts; ``age``: iterations after which
+    an answer is forgotten; ``until``: the iteration from which on none is used; null: never.
+    ``strata``: shares of ``size`` for easy, medium and hard prompts; a prompt is hard if its mean
+    reward, a moving average with ``rate``, is among that share of the lowest of all prompts, and
+    easy if among that of the highest (AVATAR: 0.25, 0.35, 0.4); of a stratum that is too full the
+    oldest leave; null: of all. ``start``: a run, or a checkpoint, whose answers are remembered from
+    the beginning, of any age, the prompts being the same. ``learn``: answers of this run are
+    remembered too.
 
     By default AR3PO: the last right answer takes the place of the last of an all-wrong group (our
     reading). The reward it earned then still counts, so it must not depend on the iteration. RePO
@@ -57,42 +73,56 @@ class ReusedResponses(OldAnswers):
     the objective's ``importance_sampling``.
     """
 
-    options: ResponseReuse
-    policy: Policy
-    prompts: Sequence[Prompt]
-    seed: int = 0
-    behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
-    levels: dict[int, float] = field(default_factory=dict)  # moving mean rewards, with strata
-    saved_as = option = "response_reuse"
+    threshold: float | None = 0.5
+    when: Literal["all_wrong", "always"] = "all_wrong"
+    number: Count = 1
+    strategy: Literal["recency", "full_scope", "reward", "variance", "random"] = "recency"
+    place: Literal["replace", "append"] = "replace"
+    apart: bool = False
+    logprob: Literal["recorded", "current"] = "recorded"
+    per_prompt: Count = 1
+    size: Count = 4096
+    age: Count = 64
+    until: Natural | None = None
+    strata: tuple[Positive, Positive, Positive] | None = None
+    rate: Annotated[float, Gt(0), Le(1)] = 0.3
+    start: Path | None = None
+    learn: bool = True
+    saved_as = "response_reuse"
     effects = Effects(returns_rows=True, in_dry_run=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.grows = self.options.place == "append"
-        self.apart = "is_replayed" if self.options.apart else ""
-        if self.options.start is not None:
-            self._keep(stored(self.options.start, self.prompts))
+        if self.strata is not None and abs(sum(self.strata) - 1) > 1e-6:
+            raise UserError(f"response_reuse: strata {list(self.strata)} must add up to 1")
+        if self.threshold is None and self.when == "all_wrong":
+            raise UserError(
+                "response_reuse: when: all_wrong needs a threshold, above which a reward is right; "
+                "set threshold, or when: always"
+            )
+        self.grows = self.place == "append"
+        self.sets_apart = "is_replayed" if self.apart else ""
 
-    @classmethod
-    def build(cls, setup: Setup) -> ReusedResponses | None:
-        options = setup.options.response_reuse
-        if options is None:
-            return None
-        return cls(options, setup.policy, setup.prompts, setup.options.seed, setup.behavior)
+    def meet(self, setup: Setup) -> None:
+        super().meet(setup)
+        self.seed = setup.options.seed
+        self.behavior = setup.behavior
+        self.levels: dict[int, float] = {}  # moving mean rewards, with strata
+        if self.start is not None:
+            self._keep(stored(self.start, self.prompts))
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
     ) -> tuple[Drawn, dict[str, float]]:
         rollout = drawn.rollout
         self.refuse_trees(rollout, "chosen")
-        self.memory.forget(iteration - self.options.age)
+        self.memory.forget(iteration - self.age)
         right = self._right(drawn)
         origins = self.indices(rollout)
-        active = self.options.until is None or iteration < self.options.until
+        active = self.until is None or iteration < self.until
         chosen = self._chosen(rollout, right, origins, iteration) if active else []
-        if self.options.strata is not None:
+        if self.strata is not None:
             self._follow(drawn, origins)
-        if self.options.learn and active:
+        if self.learn and active:
             self._remember(drawn, right, origins, iteration)
         ages = sum(max(iteration - entry.iteration, 0) for _, entry in chosen)
         groups = len({group for group, _ in chosen})
@@ -100,7 +130,7 @@ class ReusedResponses(OldAnswers):
             torch.tensor([groups, ages, len(chosen)], device=rollout.group.device).double()
         ).tolist()
         mixed = inserted(self.policy, drawn, chosen, self.grows)
-        if self.options.logprob == "current":
+        if self.logprob == "current":
             mixed = replace(mixed, rollout=self._current(mixed.rollout))
         return mixed, {
             "response_reuse/groups": sums[0],
@@ -112,7 +142,7 @@ class ReusedResponses(OldAnswers):
         """Tell which rows are right, [B] bool on the CPU; without a threshold all that were
         scored."""
         double, groups = measured(drawn.rewards.per_row(), drawn.rollout)
-        threshold = -torch.inf if self.options.threshold is None else self.options.threshold
+        threshold = -torch.inf if self.threshold is None else self.threshold
         return ((double.total() > threshold) & groups.present).cpu()
 
     def _chosen(
@@ -124,13 +154,13 @@ class ReusedResponses(OldAnswers):
         known = self.memory.by_prompt()
         chosen: Chosen = []
         for group, index in enumerate(origins):
-            needed = self.options.when == "always" or group not in solved
+            needed = self.when == "always" or group not in solved
             if not sizes[group] or not needed:
                 continue
-            most = self.options.number if self.grows else min(self.options.number, sizes[group] - 1)
+            most = self.number if self.grows else min(self.number, sizes[group] - 1)
             answers = [e for e in known.get(index, []) if fits(e, rollout)]
             rng = Rng.of(self.seed, iteration, "reuse", index)
-            picked = PICKS[self.options.strategy](answers, most, rng)
+            picked = PICKS[self.strategy](answers, most, rng)
             chosen += [(group, e) for e in (picked if self.grows else picked[:most])]
         return chosen
 
@@ -145,7 +175,7 @@ class ReusedResponses(OldAnswers):
         group = rollout.group.tolist()
         for row in fresh.nonzero()[:, 0].tolist():
             of_prompt = rows.setdefault(origins[group[row]], [])
-            if len(of_prompt) < self.options.per_prompt:
+            if len(of_prompt) < self.per_prompt:
                 of_prompt.append(row)
         device = rollout.group.device
         local = [
@@ -157,17 +187,17 @@ class ReusedResponses(OldAnswers):
         self._keep(gathered(local))
 
     def _keep(self, fresh: Sequence[Remembered]) -> None:
-        self.memory.add(fresh, self.options.per_prompt, self._too_many)
+        self.memory.add(fresh, self.per_prompt, self._too_many)
 
     def _too_many(self, prompts: list[int]) -> list[int]:
         """List the prompts that leave the memory, of every stratum those answered longest ago."""
-        if self.options.strata is None:
-            return prompts[: -self.options.size]
-        strata = stratified(self.levels, self.options.strata)
+        if self.strata is None:
+            return prompts[: -self.size]
+        strata = stratified(self.levels, self.strata)
         leaving = []
-        for number, share in enumerate(self.options.strata):
+        for number, share in enumerate(self.strata):
             held = [index for index in prompts if strata.get(index, 1) == number]
-            leaving += held[: max(len(held) - max(1, round(share * self.options.size)), 0)]
+            leaving += held[: max(len(held) - max(1, round(share * self.size)), 0)]
         return leaving
 
     def _follow(self, drawn: Drawn, origins: Sequence[int]) -> None:
@@ -178,7 +208,7 @@ class ReusedResponses(OldAnswers):
         rows = [(origins[g], mean) for g, mean in zip(names, means, strict=True) if mean == mean]
         for index, mean in distributed.all_gather_json(rows, drawn.rollout.group.device):
             before = self.levels.get(index, mean)
-            self.levels[index] = before + self.options.rate * (mean - before)
+            self.levels[index] = before + self.rate * (mean - before)
 
     def _current(self, rollout: Rollout) -> Rollout:
         """Record the log-probs under the weights of now; those that sampled stay beside them."""
@@ -256,8 +286,8 @@ def stored(path: Path, prompts: Sequence[Prompt]) -> list[Remembered]:
     known = [folder for folder in folders if (folder / tensors).is_file()]
     if not known:
         raise UserError(
-            f"train.response_reuse.start: {path} has no checkpoint with remembered answers; name "
-            f"the folder of a run that was trained with train.response_reuse"
+            f"train.stages.response_reuse.start: {path} has no checkpoint with remembered answers; "
+            f"name the folder of a run that was trained with train.stages.response_reuse"
         )
     stages = json.loads((known[-1] / "state.json").read_text())["meta"]["stages"]
     memory = AnswerMemory(prompts)

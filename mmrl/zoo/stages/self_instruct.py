@@ -24,6 +24,8 @@ class SelfInstruction(Stage):
     """Writes and filters instructions for ``data: self_instruct``; no option of train asks for
     it."""
 
+    asked_by = "data: self_instruct"
+
     def __init__(self, policy: Policy, prompts: Instructed, seed: int):
         rule = prompts.rule
         self.policy = policy

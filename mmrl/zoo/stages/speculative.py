@@ -3,21 +3,20 @@ al. 2025, SPEC-RL)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl.config.options import Speculative
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
 from mmrl.core.errors import called
+from mmrl.core.numbers import Count, Positive
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Copies, Prompt, per_prompt
-from mmrl.policies.base import Drafts, Policy, RolloutContext
+from mmrl.policies.base import Drafts, RolloutContext
 from mmrl.policies.draft_verification import all_logprobs
 from mmrl.rollout.stages import Drawn, Sample, Setup
 from mmrl.zoo.stages.answer_memory import (
@@ -32,19 +31,25 @@ from mmrl.zoo.stages.answer_memory import (
 @STAGES.register("speculative")
 @dataclass
 class SpeculativeRollouts(OldAnswers):
-    """Hands the last answers to each prompt to the policy as drafts (``train.speculative``).
+    """Begins answers with what the weights of now accept of the last answers to the prompt
+    (SPEC-RL).
+
+    ``lenience``: a token is kept with probability min(1, lenience p / q), p its probability now and
+    q that of then; the paper's e^0.5 keeps more than is exact. ``exact``: what replaces the first
+    rejected token is drawn from max(0, p - q), so that with lenience 1 answers are those of the
+    policy in distribution; all q of an answer's places are stored for it, tokens times vocabulary.
+    false: from p, as published. ``size``: prompts whose last answers are remembered; ``age``:
+    iterations after which they are forgotten.
 
     Answer k to a prompt begins with what is accepted of its answer k before; every process
     remembers those of all. An answer that is accepted whole costs one pass and is not sampled.
     """
 
-    options: Speculative
-    policy: Policy
-    prompts: Sequence[Prompt]
-    behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
-    accepted: list[Tensor] = field(default_factory=list)
-    iteration: int = 0
-    saved_as = option = "speculative"
+    lenience: Positive = 1.0
+    exact: bool = True
+    size: Count = 4096
+    age: Count = 64
+    saved_as = "speculative"
     effects = Effects(
         idle_without_samples=True,
         changes_sampling=True,
@@ -62,16 +67,17 @@ class SpeculativeRollouts(OldAnswers):
                 f"tokens one after the other",
             )
 
-    @classmethod
-    def build(cls, setup: Setup) -> SpeculativeRollouts | None:
-        options = setup.options.speculative
-        return cls(options, setup.policy, setup.prompts, setup.behavior) if options else None
+    def meet(self, setup: Setup) -> None:
+        super().meet(setup)
+        self.behavior = setup.behavior
+        self.accepted: list[Tensor] = []
+        self.iteration = 0
 
     def begin(self, iteration: int) -> None:
         super().begin(iteration)
         self.iteration = iteration
         self.accepted = []
-        self.memory.forget(iteration - self.options.age)
+        self.memory.forget(iteration - self.age)
 
     def context(self, context: RolloutContext) -> RolloutContext:
         return replace(context, drafts=self.drafts)
@@ -87,7 +93,7 @@ class SpeculativeRollouts(OldAnswers):
         if not distributed.largest(int(any(entry is not None for entry in known)), device):
             return None
         sizes = per_prompt(copies, len(prompts))
-        drafts = self.memory.drafts(known, sizes, self.options.lenience, device)
+        drafts = self.memory.drafts(known, sizes, self.lenience, device)
         return replace(drafts, accepted=self.accepted)
 
     def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
@@ -96,7 +102,7 @@ class SpeculativeRollouts(OldAnswers):
         rows = token_rows(rollout)
         if (truth := rollout.provenance.is_ground_truth) is not None:
             rows = rows.replace(mask=rows.mask & ~truth[:, None])
-        if self.options.exact:
+        if self.exact:
             size = self.policy.pass_sizes.rows or len(rollout)
             with self.behavior():
                 rows = rows.recorded("full", all_logprobs(self.policy, rollout, size))
@@ -108,7 +114,7 @@ class SpeculativeRollouts(OldAnswers):
             if id(prompt) in self.places
         ]
         every = gathered(sorted(local, key=lambda entry: entry.index))
-        self.memory.add(every, 1, longest_ago(self.options.size))
+        self.memory.add(every, 1, longest_ago(self.size))
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample

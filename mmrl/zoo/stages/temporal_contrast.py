@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Gt
 from torch import Tensor
 
-from mmrl.config.options import TemporalContrast
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError, called
@@ -24,26 +24,27 @@ VIDEOS = ("video", "videos")
 
 
 @STAGES.register("temporal_contrast")
+@dataclass
 class Contrasted(KnowsPrompts):
-    """Gives right answers about videos a bonus where the order of frames matters
-    (``train.temporal_contrast``).
+    """Gives right answers about a video a bonus where its order of frames matters: T-GRPO.
+
+    ``reward``: the one that says whether an answer is right. ``share``: answers with shuffled
+    frames, of ``train.group_size``. ``ratio``: a group gets the bonus if its mean reward is at
+    least so many times that of the shuffled answers. ``bonus``: is added to the reward.
+    ``threshold``: an answer whose reward is above it is right.
 
     The policy also answers with the frames shuffled; these answers are scored and not trained on.
-    If the mean reward of a group is at least ``ratio`` times that of its shuffled answers, its
-    right ones get the bonus.
     """
 
-    option = "temporal_contrast"
+    reward: str
+    share: Annotated[float, Gt(0)] = 0.5
+    ratio: Annotated[float, Ge(0)] = 0.8
+    bonus: float = 0.3
+    threshold: float = 0.1
     effects = Effects(looks_at_samples=True)
 
-    def __init__(self, options: TemporalContrast, setup: Setup):
-        self.options = options
-        self.seed = setup.options.seed
-        self.copies = max(1, round(options.share * setup.options.group_size))
-        self.origins: dict[int, Prompt] = {}
-
     @classmethod
-    def unfit(cls, options: TemporalContrast, policy: Any) -> Iterator[tuple[str, str]]:
+    def unfit(cls, options: Contrasted, policy: Any) -> Iterator[tuple[str, str]]:
         if policy.capabilities.makes != "text":
             yield (
                 "",
@@ -51,23 +52,21 @@ class Contrasted(KnowsPrompts):
                 f"about videos: leave it out",
             )
 
-    @classmethod
-    def build(cls, setup: Setup) -> Contrasted | None:
-        options = setup.options.temporal_contrast
-        if options is None:
-            return None
-        if options.reward not in setup.rewards:
+    def meet(self, setup: Setup) -> None:
+        if self.reward not in setup.rewards:
             known = ", ".join(setup.rewards)
             raise UserError(
-                f"train.temporal_contrast.reward: {options.reward!r} is no reward of this run that "
-                f"is trained on; name the one that says whether an answer is right: {known}"
+                f"train.stages.temporal_contrast.reward: {self.reward!r} is no reward of this run "
+                f"that is trained on; name the one that says whether an answer is right: {known}"
             )
         if not any(has_video(prompt) for prompt in setup.prompts):
             raise UserError(
-                "train.temporal_contrast: no prompt of the data has a video, so there are no "
-                "frames to shuffle: leave it out"
+                "train.stages.temporal_contrast: no prompt of the data has a video, so there are "
+                "no frames to shuffle: leave it out"
             )
-        return cls(options, setup)
+        self.origins = {}
+        self.seed = setup.options.seed
+        self.copies = max(1, round(self.share * setup.options.group_size))
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
@@ -84,14 +83,14 @@ class Contrasted(KnowsPrompts):
         # of the rows that fill up a pass, those of places that do not exist are left out
         contrast = torch.full_like(means, torch.nan)
         contrast[places] = self._means(shuffled, len(shuffled.rollout.prompts))[: len(places)]
-        ordered = means >= self.options.ratio * contrast  # False where either has no reward
-        value = drawn.rewards[self.options.reward]
+        ordered = means >= self.ratio * contrast  # False where either has no reward
+        value = drawn.rewards[self.reward]
         chosen = ordered.to(value.device)[drawn.rollout.group]
-        right = value > self.options.threshold
+        right = value > self.threshold
         if value.ndim == 2:
             chosen = chosen[:, None]
-        bonus = self.options.bonus * (chosen & right)
-        values = {**drawn.rewards, self.options.reward: value + bonus}
+        bonus = self.bonus * (chosen & right)
+        values = {**drawn.rewards, self.reward: value + bonus}
         rewards = Rewards(values, drawn.rewards.weights)
         return replace(drawn, rewards=rewards), self._counts(places, ordered, means, contrast)
 
@@ -114,7 +113,7 @@ class Contrasted(KnowsPrompts):
 
     def _means(self, drawn: Drawn, count: int) -> Tensor:
         """Return the mean of the reward over every group, [P]; NaN where none could be scored."""
-        value = drawn.rewards.per_row()[self.options.reward]
+        value = drawn.rewards.per_row()[self.reward]
         whole = drawn.rollout.group
         sums, counts = (
             torch.zeros(count, dtype=torch.float64, device=whole.device).index_add_(0, whole, x)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from mmrl.config.options import PromptValue
 from mmrl.core import distributed
+from mmrl.core.numbers import Count, Natural, Positive
 from mmrl.core.sharding import in_step, is_sharded, like
 from mmrl.core.types import Prompt
 from mmrl.core.weights import block, local
@@ -26,6 +28,18 @@ ROWS = 8  # prompts of a pass where the policy says nothing
 Slots = dict[str, Tensor]  # by the name of a parameter
 
 
+@dataclass
+class ValueOptions:
+    """Holds what the value model is and how it learns, as ``PromptValues`` describes it."""
+
+    base: Literal["frozen", "trained"] = "frozen"
+    width: Natural = 256
+    start: float = 0.0
+    lr: Positive = 1e-3
+    base_lr: Positive = 1e-5
+    steps: Count = 1
+
+
 class ValueNetwork:
     """Predicts the mean reward of prompts: a head on the states that the policy's network has of
     them (``Replays.prompt_states``).
@@ -35,7 +49,7 @@ class ValueNetwork:
     ``learn`` are collective calls, and the weights are alike on all processes.
     """
 
-    def __init__(self, policy: Policy, options: PromptValue, seed: int):
+    def __init__(self, policy: Policy, options: ValueOptions, seed: int):
         self.policy = Replays.of(policy)
         self.options = options
         self.rng = Rng.of(seed, "prompt_value")

@@ -4,7 +4,8 @@ advantage ``pvpo`` (A-LoL) and the data source ``pcl`` (Prompt Curriculum Learni
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -12,59 +13,73 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.groups import measured
-from mmrl.config.options import PromptValue
 from mmrl.core import distributed
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError, called
+from mmrl.core.numbers import Count
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
 from mmrl.data.base import Curriculum
 from mmrl.policies.contracts import ReadsPrompts
 from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
 from mmrl.zoo.advantages.baseline import read_references
-from mmrl.zoo.stages.value_network import ValueNetwork
+from mmrl.zoo.stages.value_network import ValueNetwork, ValueOptions
 
 
 @STAGES.register("prompt_value")
-class PromptValues(KnowsPrompts):
-    """Predicts the reward of every prompt by the policy's network and a head
-    (``train.prompt_value``).
+@dataclass
+class PromptValues(ValueOptions, KnowsPrompts):
+    """Predicts what a prompt is worth by a value model that learns beside the policy: the policy's
+    network, as it was before training, with a head on its state of the prompt.
+
+    ``base``: that network stays as it is (A-LoL) or is trained with the head (PCL: a model of the
+    policy's size; of the policy only what it trains itself, such as its adapters, exists once
+    more). ``width``: of the head's hidden layer; 0: it is linear. ``start``: the value of every
+    prompt before the first step. ``lr``, ``base_lr``: of Adam for the head and for the network.
+    ``steps``: on the squared error of an iteration's prompts. ``learn``: from the mean reward of
+    every group; false: only from ``path``, rewards of a reference as
+    ``mmrl.apps.prepare.reference_rewards`` writes them, to which the model is fitted before the
+    first iteration, ``epochs`` times in steps of ``batch`` prompts. ``key``: the field of a prompt
+    that names it there.
 
     Rows get the value of their prompt (the record ``value`` [B]) before the model learns from the
     rewards of this iteration.
     """
 
-    saved_as = option = "prompt_value"
+    learn: bool = True
+    path: Path | None = None
+    epochs: Count = 20
+    batch: Count = 64
+    key: str = "text"
+    saved_as = "prompt_value"
     effects = Effects(looks_at_samples=True)
 
-    def __init__(self, options: PromptValue, setup: Setup):
-        self.options = options
+    def __post_init__(self) -> None:
+        if not self.learn and self.path is None:
+            raise UserError("prompt_value: with learn: false nothing is learnt; set path")
+
+    def meet(self, setup: Setup) -> None:
         self.prompts = setup.prompts
-        self.network = ValueNetwork(setup.policy, options, setup.options.seed)
-        self.origins: dict[int, Prompt] = {}
-        self.fitted = options.path is None
-        self.references = {} if options.path is None else read_references(options.path, options.key)
+        self.network = ValueNetwork(setup.policy, self, setup.options.seed)
+        self.origins = {}
+        self.fitted = self.path is None
+        self.references = {} if self.path is None else read_references(self.path, self.key)
         if self.references and not any(self._names(prompt) for prompt in self.prompts):
             raise UserError(
-                f"train.prompt_value: {options.path} has no reward for any prompt of the data; key "
-                f"names the field of a prompt that its lines repeat"
+                f"train.stages.prompt_value: {self.path} has no reward for any prompt of the "
+                f"data; key names the field of a prompt that its lines repeat"
             )
         if isinstance(self.prompts, Curriculum):
             self.prompts.predict_by(self._predict)
 
     @classmethod
-    def unfit(cls, options: PromptValue, policy: Any) -> Iterator[tuple[str, str]]:
+    def unfit(cls, options: PromptValues, policy: Any) -> Iterator[tuple[str, str]]:
         if options.base == "trained" and not ReadsPrompts.kept_by(policy):
             yield (
                 "",
                 f"base: trained is for policies whose own network reads the prompt (vlm); "
                 f"{called(policy)} sees what an encoder makes of it: set base to frozen",
             )
-
-    @classmethod
-    def build(cls, setup: Setup) -> PromptValues | None:
-        options = setup.options.prompt_value
-        return None if options is None else cls(options, setup)
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
@@ -77,7 +92,7 @@ class PromptValues(KnowsPrompts):
         count = torch.tensor(float(len(known)), device=values.device).double()
         mean, number = distributed.all_sum(torch.stack([values.sum(), count])).tolist()
         metrics = {"prompt_value/mean": mean / number}
-        if self.options.learn:
+        if self.learn:
             metrics["prompt_value/error"] = self._learn(drawn)
         rollout = rollout.recorded("value", of_rows.to(rollout.logprob), of_prompts=True)
         return replace(drawn, rollout=rollout), metrics
@@ -108,15 +123,15 @@ class PromptValues(KnowsPrompts):
         self.fitted = True
         rank, size = distributed.world()
         every = [prompt for prompt in self.prompts if self._names(prompt)]
-        width = self.options.batch
-        for _ in range(self.options.epochs):
+        width = self.batch
+        for _ in range(self.epochs):
             for first in range(0, len(every), width):
                 prompts = every[first : first + width][rank::size]
-                rewards = [fmean(self.references[str(p[self.options.key])]) for p in prompts]
+                rewards = [fmean(self.references[str(p[self.key])]) for p in prompts]
                 self.network.learn(prompts, rewards, every[0])
 
     def _names(self, prompt: Prompt) -> bool:
-        return str(prompt.get(self.options.key)) in self.references
+        return str(prompt.get(self.key)) in self.references
 
     def state_dict(self) -> tuple[dict[str, Tensor], Any]:
         return self.network.state_dict(), {"step": self.network.step, "fitted": self.fitted}

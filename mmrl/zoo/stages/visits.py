@@ -3,19 +3,16 @@ then again: the drift by which single-stream SPO forgets (Xu and Ding 2025)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from mmrl.config.options import PolicyDrift
 from mmrl.core import distributed
+from mmrl.core.numbers import Count
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Prompt, Rollout
+from mmrl.core.types import Rollout
 from mmrl.data.base import Curriculum
-from mmrl.policies.base import Policy
 from mmrl.rollout.collect import rescored
 from mmrl.rollout.stages import Drawn, Sample, Setup
 from mmrl.zoo.stages.answer_memory import OldAnswers, fits, gathered, longest_ago, remembered
@@ -24,25 +21,24 @@ from mmrl.zoo.stages.answer_memory import OldAnswers, fits, gathered, longest_ag
 @STAGES.register("policy_drift")
 @dataclass
 class Visits(OldAnswers):
-    """Scores each prompt's last answers again: how far the policy moved (``train.policy_drift``).
+    """Measures how far the policy has moved since it last answered a prompt: the last answers are
+    remembered and scored again at the next visit (single-stream SPO).
+
+    ``answers``: of a prompt that are remembered, of its last visit; each costs a pass at the next.
+    ``size``: prompts whose answers are remembered; those answered longest ago leave first.
 
     Advantage (the record ``drift`` [B], nats) and data hear of D: |log p_then - log p_now|, the
     mean over an answer's decisions, then over the answers that are remembered; 0 at the first
     visit. Every process remembers the answers of all.
     """
 
-    options: PolicyDrift
-    policy: Policy
-    prompts: Sequence[Prompt]
-    behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
-    saved_as = option = "policy_drift"
+    answers: Count = 1
+    size: Count = 65536
+    saved_as = "policy_drift"
 
-    @classmethod
-    def build(cls, setup: Setup) -> Visits | None:
-        options = setup.options.policy_drift
-        if options is None:
-            return None
-        return cls(options, setup.policy, setup.prompts, setup.behavior)
+    def meet(self, setup: Setup) -> None:
+        super().meet(setup)
+        self.behavior = setup.behavior
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
@@ -107,7 +103,7 @@ class Visits(OldAnswers):
         names = zip(rollout.row_id.tolist(), rollout.group.tolist(), foreign.tolist(), strict=True)
         for row, (_, group, skipped) in sorted(enumerate(names), key=lambda item: item[1][0]):
             of_prompt = rows.setdefault(origins[group], [])
-            if not skipped and len(of_prompt) < self.options.answers:
+            if not skipped and len(of_prompt) < self.answers:
                 of_prompt.append(row)
         device = rollout.group.device
         local = [
@@ -115,4 +111,4 @@ class Visits(OldAnswers):
             for index, of_prompt in rows.items()
             if index >= 0 and of_prompt
         ]
-        self.memory.add(gathered(local), 1, longest_ago(self.options.size))
+        self.memory.add(gathered(local), 1, longest_ago(self.size))

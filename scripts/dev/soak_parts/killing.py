@@ -70,9 +70,11 @@ def configuration(
             "ema": 0.5,
             "warmup_steps": 2,
             "lr_schedule": "cosine",
-            "replay_buffer": {"share": 0.5, "size": 8},
-        }
-        | ({"response_reuse": {"when": "always", "threshold": None}} if tokens else {}),
+            "stages": [
+                {"replay_buffer": {"share": 0.5, "size": 8}},
+                *([{"response_reuse": {"when": "always", "threshold": None}}] if tokens else []),
+            ],
+        },
         "evaluate": {"prompts": 2, "num_samples": 2},
         "log": {"tensorboard": False},
     }

@@ -38,8 +38,7 @@ def control(family: str, prompts: Path) -> Changes:
         "objective": {"policy_gradient": {"kl": kl, "clip_range": 0.2, **entropy}},
         "advantage": {"running": {}},
         "train__slow_fast": {"fast_steps": 2, "iterations": 5},
-        "train__replay_buffer": None,
-        "train__response_reuse": None,
+        "train__stages": [],
     }
 
 
@@ -57,8 +56,7 @@ def constraints(family: str, prompts: Path) -> Changes:
         "train__reward_gradients": {"rate": 0.5},
         "train__dynamic_sampling_rounds": 2,
         "train__dynamic_sampling_min_std": 0.05,
-        "train__replay_buffer": None,
-        "train__response_reuse": None,
+        "train__stages": [],
         "alarms": {"window": 20},
     }
 
@@ -69,8 +67,7 @@ def nothing_to_learn(family: str, prompts: Path) -> Changes:
     return {
         "reward": {"tests.fixtures.toys:equal_reward": 1.0},
         "objective": {"policy_gradient": {"kl": 0.0}},
-        "train__replay_buffer": None,
-        "train__response_reuse": None,
+        "train__stages": [],
         "alarms": {"patience": 3},
     }
 

@@ -294,7 +294,7 @@ def test_what_an_unfinished_answer_shares_is_still_trained():
     assert compared.trainable.all()
 
 
-@pytest.mark.parametrize("key", ["replay_buffer={}", "ground_truth_rollout=answer"])
+@pytest.mark.parametrize("key", ["stages=[replay_buffer]", "ground_truth_rollout=answer"])
 def test_options_that_exchange_answers_are_refused_beside_a_tree(key):
     config = ROOT / "configs" / "vlm" / "tree_rpo.yaml"
     with pytest.raises(UserError, match="share their beginnings; leave it out"):

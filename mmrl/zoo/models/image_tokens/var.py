@@ -106,7 +106,7 @@ class VAR(EncodedImagePolicy):
     ) -> Rollout:
         if context.drafts and self.branch_at is not None:
             raise UserError(
-                "train.speculative: samples that share scales begin anew; leave out "
+                "train.stages.speculative: samples that share scales begin anew; leave out "
                 "policy.var.branch_at"
             )
         for size in per_prompt(copies, 1):
