@@ -23,17 +23,12 @@ def batch(prompts: Sequence[Prompt], count: int, iteration: int, seed: int) -> l
     """
     if not prompts:
         raise UserError("there are no prompts to draw from")
-    if isinstance(prompts, Curriculum):
-        return prompts.batch(count, iteration, seed)
-    positions = range(iteration * count, (iteration + 1) * count)
-    return [prompts[place(position, len(prompts), seed)] for position in positions]
+    return as_curriculum(prompts).batch(count, iteration, seed)
 
 
 def pick(prompts: Sequence[Prompt], u: float, iteration: int) -> Prompt:
     """Return one of the prompts that ``iteration`` may draw, for u in [0, 1)."""
-    if isinstance(prompts, Curriculum):
-        return prompts.pick(u, iteration)
-    return prompts[int(u * len(prompts))]
+    return as_curriculum(prompts).pick(u, iteration)
 
 
 def place(position: int, size: int, seed: int, *names: int | str) -> int:
@@ -51,6 +46,8 @@ def _order(n: int, seed: int, epoch: int, *names: int | str) -> tuple[int, ...]:
 class Curriculum(Sequence[Prompt]):
     """Holds training prompts and decides itself which of them an iteration draws."""
 
+    prompts: Sequence[Prompt]
+
     @property
     def measures(self) -> frozenset[str]:
         """Name what of an iteration's answers is to be told by ``see`` before ``learn``:
@@ -59,12 +56,9 @@ class Curriculum(Sequence[Prompt]):
         return frozenset()
 
     @property
-    def together(self) -> int:
+    def prompts_per_question(self) -> int:
         """Tell how many neighbours of a batch are one question, whose answers are compared."""
         return 1
-
-    def __init__(self, prompts: Sequence[Prompt]):
-        self.prompts = list(prompts)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -72,8 +66,8 @@ class Curriculum(Sequence[Prompt]):
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
         return self.prompts[index]
 
     @abstractmethod
@@ -92,8 +86,12 @@ class Curriculum(Sequence[Prompt]):
         return []
 
     @abstractmethod
-    def over(self, prompts: Sequence[Prompt]) -> Curriculum:
-        """Return the same curriculum over a subset of its prompts."""
+    def restricted(self, prompts: Sequence[Prompt]) -> Curriculum:
+        """Return the same curriculum of some of its prompts, of which nothing is known yet."""
+
+    def shares(self, iteration: int) -> Mapping[str, float]:
+        """Return how much of an iteration each source of a mixture has; {}: it is no mixture."""
+        return {}
 
     def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
         """Say how often each of the prompts of an iteration is answered: ``group_size`` times each
@@ -128,6 +126,25 @@ class Curriculum(Sequence[Prompt]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned, after a resume."""
+
+
+class Epochs(Curriculum):
+    """Draws plain prompts, epoch after epoch, each in its own random order."""
+
+    def __init__(self, prompts: Sequence[Prompt]):
+        self.prompts = prompts
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        positions = range(iteration * count, (iteration + 1) * count)
+        return [self.prompts[place(position, len(self), seed)] for position in positions]
+
+    def restricted(self, prompts: Sequence[Prompt]) -> Epochs:
+        return Epochs(prompts)
+
+
+def as_curriculum(prompts: Sequence[Prompt]) -> Curriculum:
+    """Return plain prompts as what draws them, a curriculum as it is."""
+    return prompts if isinstance(prompts, Curriculum) else Epochs(prompts)
 
 
 class Outcome(NamedTuple):

@@ -16,7 +16,7 @@ class BySize(Curriculum):
     """
 
     def __init__(self, prompts: Sequence[Prompt], size_of: Callable[[Prompt], Hashable]):
-        super().__init__(prompts)
+        self.prompts = list(prompts)
         self.size_of = size_of
         self.buckets: dict[Hashable, list[Prompt]] = {}
         for prompt in prompts:
@@ -39,5 +39,5 @@ class BySize(Curriculum):
     def pick(self, u: float, iteration: int) -> Prompt:
         return self.drawn[int(u * len(self.drawn))]
 
-    def over(self, prompts: Sequence[Prompt]) -> BySize:
+    def restricted(self, prompts: Sequence[Prompt]) -> BySize:
         return BySize(prompts, self.size_of)

@@ -14,7 +14,7 @@ from typing import Any
 
 from mmrl.core.media.pictures import PictureError, opened, rgb_picture
 from mmrl.core.types import Prompt
-from mmrl.data.base import Curriculum
+from mmrl.data.base import as_curriculum
 from mmrl.data.ledger import Summary
 from mmrl.data.sources.folders import VIDEOS
 from mmrl.data.sources.intake import identical
@@ -117,8 +117,7 @@ def view_of(source: Any, summaries: Sequence[Summary], problems: Sequence[str], 
         side_of(name, list(prompts), count)
         for name, prompts in (("train", source.train), ("held out", source.held_out))
     )
-    mixed = isinstance(source.train, Curriculum) and hasattr(source.train, "shares")
-    return View(summaries, sides, problems, source.train.shares(0) if mixed else {})
+    return View(summaries, sides, problems, as_curriculum(source.train).shares(0))
 
 
 def side_of(name: str, prompts: Sequence[Prompt], count: int) -> Side:

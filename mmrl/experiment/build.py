@@ -303,7 +303,7 @@ def admitted(policy: Any, source: Any, summaries: Sequence[Summary] = ()) -> Any
         line = f"{len(problems)} of {count} rows are left out: {first_of(problems)}"
         policy.report.notes = (*policy.report.notes, line)
     if isinstance(source.train, Curriculum) and fitting.train:
-        fitting = Admitted(source.train.over(fitting.train), fitting.held_out)
+        fitting = Admitted(source.train.restricted(fitting.train), fitting.held_out)
     if not fitting.train:
         raise UserError(f"every prompt was left out: {'; '.join(policy.report.notes)}")
     if sized := _by_size(policy, fitting.train):

@@ -16,7 +16,7 @@ from mmrl.config.compatibility import (
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
-from mmrl.data.base import Curriculum
+from mmrl.data.base import as_curriculum
 from mmrl.data.by_size import BySize
 from mmrl.objectives.base import Objective
 from mmrl.objectives.contracts import undeclared
@@ -25,7 +25,7 @@ from mmrl.policies.base import Policy
 
 def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None:
     """Raise UserError if the forms of a question, which are compared, would be on two processes."""
-    together = prompts.together if isinstance(prompts, Curriculum) else 1
+    together = as_curriculum(prompts).prompts_per_question
     if prompts_per_process % together:
         raise UserError(
             f"train.prompts_per_iteration: the data asks every question in {together} forms on one "

@@ -24,7 +24,7 @@ from mmrl.objectives import PolicyGradient
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
-from mmrl.zoo.curricula.curriculum import Mixed, Replay, pieces
+from mmrl.zoo.curricula.curriculum import Mixture, Replay, pieces
 from mmrl.zoo.stages.replay_buffer import ReplayBuffer
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout
@@ -119,7 +119,7 @@ def test_what_a_policy_leaves_out_leaves_every_curriculum(files):
     left = admitted(Short(), source).train
     assert type(left) is type(source.train) and len(left) == 8
     assert {p["text"] for p in drawn(left, 8, count=8)} == {p["text"] for p in left}
-    assert isinstance(left.inner.inner, Mixed)
+    assert isinstance(left.inner.inner, Mixture)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_a_resumed_run_draws_the_same(name):
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_subset_is_drawn_from_alone_and_small_data_repeats(name):
     data = SOURCES[name]().train
-    part = data.over(data.prompts[10:13])
+    part = data.restricted(data.prompts[10:13])
     assert {p["entry"] for p in batch(part, 8, 0, SEED)} <= {10, 11, 12}
 
 
@@ -151,7 +151,7 @@ def test_vade_draws_rates_from_beta_posteriors():
         mean = data.statistics[entry].mean
         u = float(rng.uniform(torch.tensor([entry])))
         theta = beta.ppf(u, 2 + weight * mean, 2 + weight * (1 - mean))
-        assert float(source.rates(data, rng)[entry]) == pytest.approx(theta, abs=1e-9)
+        assert float(source.rates(data.prompts, rng)[entry]) == pytest.approx(theta, abs=1e-9)
         scores.append(theta * (1 - theta))
     best = sorted(range(len(RATES)), key=lambda i: -scores[i])[:8]
     assert [p["entry"] for p in batch(data, 8, 5, SEED)] == best
@@ -164,12 +164,12 @@ def test_vas_scores_by_variance_and_diversity_and_keeps_a_uniform_share():
     simulate(data, 30)
     record = data.statistics[2]
     score = 0.7 * record.mean * (1 - record.mean) + 0.3 * 0.25
-    assert source.score(data, 2) == pytest.approx(score, abs=1e-12)
+    assert source.promotion(2) == pytest.approx(score, abs=1e-12)
     chosen = batch(data, 8, 30, SEED)
     plain = batch(data.inner, 2, 30, SEED)
     assert chosen[6:] == plain and len({p["entry"] for p in chosen}) == 8
     count = Counter(p["entry"] for i in range(400) for p in batch(data, 8, i, SEED)[:6])
-    weights = [source.score(data, entry) for entry in range(len(RATES))]
+    weights = [source.promotion(entry) for entry in range(len(RATES))]
     high = max(range(len(RATES)), key=weights.__getitem__)
     low = min(range(len(RATES)), key=weights.__getitem__)
     assert count[high] > 2 * count[low]
@@ -335,15 +335,16 @@ def test_sec_learns_the_value_of_a_category_by_td_and_draws_by_softmax():
     source = Sec(Bernoulli(RATES), rate=0.3, temperature=0.2)
     data = source.train
     values = dict.fromkeys(data.members, 0.0)
+    named = {p["entry"]: p["category"] for p in data.prompts}
     for _, results in simulate(data, 20):
         for name in values:
-            levels = [mean_advantage(o.rewards) for o in results if data.category[o.entry] == name]
+            levels = [mean_advantage(o.rewards) for o in results if named[o.entry] == name]
             if levels:
                 values[name] += 0.3 * (sum(levels) / len(levels) - values[name])
     assert data.values == pytest.approx(values, abs=1e-12)
     total = sum(math.exp(value / 0.2) for value in values.values())
     expected = {name: math.exp(value / 0.2) / total for name, value in values.items()}
-    assert data.shares() == pytest.approx(expected, abs=1e-12)
+    assert data.probabilities() == pytest.approx(expected, abs=1e-12)
     count = Counter(p["category"] for i in range(300) for p in batch(data, 8, i, SEED))
     for name, share in expected.items():
         assert count[name] / 2400 == pytest.approx(share, abs=0.03)
@@ -400,11 +401,11 @@ def test_depo_explores_by_the_entropy_of_the_last_visits():
             traces.setdefault(entry, []).append(explored_by_loop(known, 1.2))
     for entry, trace in traces.items():
         last = trace[-2:]
-        assert data.score(entry) == pytest.approx(sum(last) / len(last), abs=1e-9)
+        assert data.explorability(entry) == pytest.approx(sum(last) / len(last), abs=1e-9)
     again = Depo(Bernoulli([0.5] * 12), explore="entropy", window=2, noise=1.2, replay=0.0).train
     again.load_state_dict(json.loads(json.dumps(data.state_dict())))
     assert batch(again, 4, 12, SEED) == batch(data, 4, 12, SEED)
-    candidates = {p["entry"]: data.score(p["entry"]) for p in data.candidates(8, 12, SEED)}
+    candidates = {p["entry"]: data.explorability(p["entry"]) for p in data.drawn(8, 12, SEED)}
     widest = sorted(candidates, key=lambda entry: -candidates[entry])[:4]
     assert sorted(p["entry"] for p in batch(data, 4, 12, SEED)) == sorted(widest)
 
@@ -412,8 +413,8 @@ def test_depo_explores_by_the_entropy_of_the_last_visits():
 def test_depo_asks_a_falling_share_of_its_candidates(monkeypatch):
     data = Depo(Bernoulli([0.5] * 40), candidates=2.5, decline=0.25, replay=0.0).train
     asked = []
-    plain = data.candidates
-    monkeypatch.setattr(data, "candidates", lambda n, *at: asked.append(n) or plain(n, *at))
+    plain = data.drawn
+    monkeypatch.setattr(data, "drawn", lambda n, *at: asked.append(n) or plain(n, *at))
     for iteration in range(0, 25, 5):
         batch(data, 8, iteration, SEED)
     assert asked == [int(8 / max(0.4, 1 - 0.25 * epoch)) for epoch in range(5)]

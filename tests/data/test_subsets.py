@@ -11,7 +11,7 @@ import torch
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.data.base import Outcome, batch
-from mmrl.zoo.curricula.curriculum import with_entries
+from mmrl.zoo.curricula.drawing import with_entries
 from mmrl.zoo.curricula.features import features_of
 from mmrl.zoo.curricula.subsets import (
     ByVariance,

@@ -149,7 +149,7 @@ def test_all_forms_of_a_question_are_asked_together():
     forms = {"tool": "{text} Use it.", "plain": "{text} Without."}
     rule = Forms(Plain(6), forms, together=True)
     data = Suggestions(rule, after=1, share=1.0).train
-    assert data.together == 2
+    assert data.prompts_per_question == 2
     prompts = batch(data, 6, 1, 0)
     drawn = batch(rule.train.inner, 3, 1, 0)
     for place, prompt in enumerate(prompts):

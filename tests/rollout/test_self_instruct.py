@@ -135,7 +135,7 @@ def test_a_resumed_run_asks_and_writes_the_same():
     assert again.train.pool() == corpus.train.pool()
     assert batch(again.train, 4, 3, 0) == batch(corpus.train, 4, 3, 0)
     assert again.train.examples(3, 0) == corpus.train.examples(3, 0)
-    part = corpus.train.over(corpus.train.prompts[:2])
+    part = corpus.train.restricted(corpus.train.prompts[:2])
     assert {prompt["entry"] for prompt in batch(part, 4, 0, 0)} <= {0, 1}
 
 

@@ -12,7 +12,7 @@ from annotated_types import Ge, Lt
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
-from mmrl.data.base import Curriculum, place
+from mmrl.data.base import Epochs, place
 from mmrl.data.prompts import SPLIT, split
 from mmrl.data.sources.reader import rows_of
 from mmrl.data.vision.formats import check, plain
@@ -20,7 +20,7 @@ from mmrl.data.vision.formats import check, plain
 SIDES = ("understand", "generate")
 
 
-class Pairs(Curriculum):
+class Pairs(Epochs):
     """Holds prompts of both tasks; an iteration draws whole pairs."""
 
     def __init__(self, prompts: Sequence[Prompt]):
@@ -41,7 +41,7 @@ class Pairs(Curriculum):
         turns = range(iteration * half, (iteration + 1) * half)
         return [self[i] for turn in turns for i in self.pairs[names[place(turn, len(names), seed)]]]
 
-    def over(self, prompts: Sequence[Prompt]) -> Pairs:
+    def restricted(self, prompts: Sequence[Prompt]) -> Pairs:
         whole = Pairs(prompts).pairs
         return Pairs([prompt for prompt in prompts if len(whole[prompt["pair"]]) == 2])
 

@@ -3,64 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 
 from mmrl.core.errors import UserError
 from mmrl.core.numbers import Count
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.base import Outcome
-from mmrl.zoo.curricula.budget import Counted
-from mmrl.zoo.curricula.curriculum import Source, over, pieces, with_entries
-from mmrl.zoo.curricula.statistics import PromptStatistics
+from mmrl.zoo.curricula.curriculum import pieces
+from mmrl.zoo.curricula.drawing import Counted, Portion, Share, Source
 
 PICTURES = ("images", "image", "video", "videos", "messages")  # fields of a prompt with pictures
 
 
-class Augmented(Counted):
-    """Draws as ``inner`` does, easy prompts with noise on their pictures and hard ones with a part
-    of their reasoning."""
-
-    def __init__(self, inner: Sequence[Prompt], rule: Difficulty):
-        super().__init__(inner, PromptStatistics(rule.decay))
-        self.rule = rule
-        self.history: list[float] = []  # mean reward of each of the last iterations
-
-    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        prompts = super().batch(count, iteration, seed)
-        return [self._augmented(prompt, iteration) for prompt in prompts]
-
-    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
-        return self._augmented(super().presented(prompt, iteration), iteration)
-
-    def over(self, prompts: Sequence[Prompt]) -> Augmented:
-        return Augmented(over(self.inner, prompts), self.rule)
-
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        super().learn(outcomes)
-        rewards = [reward for outcome in outcomes for reward in outcome.rewards]
-        if rewards:
-            self.history = [*self.history, fmean(rewards)][-self.rule.window :]
-
-    def _augmented(self, prompt: Prompt, iteration: int) -> Prompt:
-        record = self.statistics[prompt["entry"]]
-        if not record.visits or not self.history:
-            return prompt
-        return self.rule.on(prompt, record.mean - fmean(self.history), iteration)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"history": self.history}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.history = list(state.get("history", ()))
-
-
 @DATA.register("difficulty")
-class Difficulty:
+@dataclass(eq=False)
+class Difficulty(Counted):
     """Add noise to pictures of easy prompts, hints to hard ones: DeepVideo-R1's augmentation.
 
     Park et al. 2025, "DeepVideo-R1: Video Reinforcement Fine-Tuning via Difficulty-aware Regressive
@@ -76,38 +38,43 @@ class Difficulty:
     answers to a prompt at a visit.
     """
 
-    train: Augmented
-    held_out: list[Prompt]
+    field: str = "reasoning"
+    window: Count = 16
+    margin: Annotated[float, Ge(0)] = 0.1
+    scale: Annotated[float, Gt(0)] = 1.0
+    noise: Share = 0.5
+    share: Annotated[float, Ge(0), Lt(1)] = 0.75
+    between: str = "\nHint: "
+    decay: Portion = 0.5
 
-    def __init__(
-        self,
-        of: Source,
-        field: str = "reasoning",
-        window: Count = 16,
-        margin: Annotated[float, Ge(0)] = 0.1,
-        scale: Annotated[float, Gt(0)] = 1.0,
-        noise: Annotated[float, Ge(0), Le(1)] = 0.5,
-        share: Annotated[float, Ge(0), Lt(1)] = 0.75,
-        between: str = "\nHint: ",
-        decay: Annotated[float, Gt(0), Le(1)] = 0.5,
-    ):
-        if all(prompt.get(name) is None for prompt in of.train for name in (field, *PICTURES)):
+    memory = {"history": list}
+
+    def __post_init__(self, of: Source) -> None:
+        fields = (self.field, *PICTURES)
+        if all(prompt.get(name) is None for prompt in of.train for name in fields):
             raise UserError(
-                f"difficulty: no prompt has the field {field!r}, nor pictures: there is nothing to "
-                f"change; set field to that of the reasoning"
+                f"difficulty: no prompt has the field {self.field!r}, nor pictures: there is "
+                f"nothing to change; set field to that of the reasoning"
             )
-        self.field = field
-        self.window = window
-        self.margin = margin
-        self.scale = scale
-        self.noise = noise
-        self.share = share
-        self.between = between
-        self.decay = decay
-        self.train = Augmented(with_entries(of.train), self)
-        self.held_out = list(of.held_out)
+        super().__post_init__(of)
 
-    def on(self, prompt: Prompt, ease: float, iteration: int) -> Prompt:
+    def begin(self, inner: Sequence[Prompt]) -> None:
+        super().begin(inner)
+        self.history: list[float] = []  # mean reward of each of the last iterations
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        super().learn(outcomes)
+        rewards = [reward for outcome in outcomes for reward in outcome.rewards]
+        if rewards:
+            self.history = [*self.history, fmean(rewards)][-self.window :]
+
+    def asked(self, prompt: Prompt, iteration: int) -> Prompt:
+        record = self.statistics[prompt["entry"]]
+        if not record.visits or not self.history:
+            return prompt
+        return self.changed(prompt, record.mean - fmean(self.history), iteration)
+
+    def changed(self, prompt: Prompt, ease: float, iteration: int) -> Prompt:
         """Return the prompt as it is asked if its reward is ``ease`` above the mean."""
         strength = min(abs(ease) / self.scale, 1.0)
         if ease > self.margin and self.noise:

@@ -6,40 +6,74 @@ what is inside.
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from itertools import accumulate
 from typing import Annotated, Any
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Lt
 
 from mmrl.core.errors import UserError
 from mmrl.core.numbers import Count, Natural
 from mmrl.core.registry import DATA
-from mmrl.core.types import Copies, Prompt
-from mmrl.data.base import Curriculum, Outcome, batch, pick, place
+from mmrl.core.types import Prompt
+from mmrl.data.base import Curriculum, Outcome, place
+from mmrl.zoo.curricula.drawing import Around, Share, Source
 
 Weight = Annotated[float, Ge(0)]
-Share = Annotated[float, Ge(0), Le(1)]
-Source = Annotated[Any, DATA]
 PIECE = re.compile(r"[^\s>]*[\s>]+|[^\s>]+")  # words, and tags of a table
 
 
-class Mixed(Curriculum):
-    """Holds prompts of several sources, each with its name in ``source``, and the weights in force
-    from an iteration on."""
+@DATA.register("mixture")
+@dataclass(eq=False)
+class Mixture(Curriculum):
+    """Mix several data sources, with weights that may change on the way (MoDoMoDo, LMM-R1).
 
-    def __init__(
-        self, prompts: Sequence[Prompt], stages: Sequence[tuple[int, Mapping[str, float]]]
-    ):
-        super().__init__(prompts)
-        self.stages = stages
+    sources: by name; every prompt gets its source's name as ``source``, which rewards can be routed
+    by. weights: how much of every iteration each has; by default as many as it has prompts. stages:
+    [iteration, weights] pairs: from that iteration on these. Sources without a weight there are not
+    drawn.
+    """
+
+    sources: InitVar[dict[str, Source]]
+    weights: dict[str, Weight] | None = None
+    stages: tuple[tuple[Natural, dict[str, Weight]], ...] = ()
+
+    def __post_init__(self, sources: dict[str, Source]) -> None:
+        if not sources:
+            raise UserError("sources is empty; name at least one, {name: {vision: {path: ...}}}")
+        for chosen in [self.weights or {}, *(weights for _, weights in self.stages)]:
+            if unknown := set(chosen) - set(sources):
+                raise UserError(
+                    f"weights are given for {', '.join(sorted(unknown))}; sources: "
+                    f"{', '.join(sources)}"
+                )
+        starts = [start for start, _ in self.stages]
+        if starts != sorted(set(starts)):
+            raise UserError(f"stages begin at iterations {starts}; they must rise")
+        weights = self.weights
+        if weights is None:
+            weights = {name: float(len(source.train)) for name, source in sources.items()}
+        if starts[:1] != [0]:
+            self.stages = ((0, weights), *self.stages)
+        self.begin(_named(sources, "train"))
+        self.held_out = _named(sources, "held_out")
+
+    @property
+    def train(self) -> Sequence[Prompt]:
+        return self
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Take the prompts of all sources, each with its ``source``."""
+        self.prompts = list(prompts)
         self.members: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             self.members.setdefault(prompt["source"], []).append(prompt)
-        for start, chosen in stages:
+        for start, chosen in self.stages:
             if not any(chosen.get(name, 0) > 0 for name in self.members):
                 raise UserError(
                     f"mixture: from iteration {start} on no source with prompts has a "
@@ -75,8 +109,10 @@ class Mixed(Curriculum):
         inside = (u - (ends[at] - shares[names[at]])) / shares[names[at]]
         return member[min(max(int(inside * len(member)), 0), len(member) - 1)]
 
-    def over(self, prompts: Sequence[Prompt]) -> Mixed:
-        return Mixed(prompts, self.stages)
+    def restricted(self, prompts: Sequence[Prompt]) -> Mixture:
+        part = copy.copy(self)
+        part.begin(prompts)
+        return part
 
     def _turns(self, count: int, iteration: int) -> list[str]:
         """Name the source of each of ``count`` draws: always the one furthest behind its share."""
@@ -111,43 +147,6 @@ def _advance(credit: dict[str, float], shares: Mapping[str, float], count: int) 
     return names
 
 
-@DATA.register("mixture")
-class Mixture:
-    """Mix several data sources, with weights that may change on the way (MoDoMoDo, LMM-R1).
-
-    sources: by name; every prompt gets its source's name as ``source``, which rewards can be routed
-    by. weights: how much of every iteration each has; by default as many as it has prompts. stages:
-    [iteration, weights] pairs: from that iteration on these. Sources without a weight there are not
-    drawn.
-    """
-
-    train: Mixed
-    held_out: list[Prompt]
-
-    def __init__(
-        self,
-        sources: dict[str, Source],
-        weights: dict[str, Weight] | None = None,
-        stages: tuple[tuple[Natural, dict[str, Weight]], ...] = (),
-    ):
-        if not sources:
-            raise UserError("sources is empty; name at least one, {name: {vision: {path: ...}}}")
-        for chosen in [weights or {}, *(stage_weights for _, stage_weights in stages)]:
-            if unknown := set(chosen) - set(sources):
-                raise UserError(
-                    f"weights are given for {', '.join(sorted(unknown))}; sources: "
-                    f"{', '.join(sources)}"
-                )
-        starts = [start for start, _ in stages]
-        if starts != sorted(set(starts)):
-            raise UserError(f"stages begin at iterations {starts}; they must rise")
-        if weights is None:
-            weights = {name: float(len(source.train)) for name, source in sources.items()}
-        stages = stages if starts[:1] == [0] else ((0, weights), *stages)
-        self.train = Mixed(_named(sources, "train"), stages)
-        self.held_out = _named(sources, "held_out")
-
-
 def _named(sources: Mapping[str, Any], part: str) -> list[Prompt]:
     for name, source in sources.items():
         if isinstance(getattr(source, part), Curriculum):
@@ -161,108 +160,9 @@ def _named(sources: Mapping[str, Any], part: str) -> list[Prompt]:
     ]
 
 
-class Around(Curriculum):
-    """Wraps ``inner``, a list or another curriculum of the same prompts."""
-
-    def __init__(self, inner: Sequence[Prompt]):
-        super().__init__(inner)
-        self.inner = inner
-
-    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        return batch(self.inner, count, iteration, seed)
-
-    def pick(self, u: float, iteration: int) -> Prompt:
-        return pick(self.inner, u, iteration)
-
-    def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
-        if isinstance(self.inner, Curriculum):
-            return self.inner.copies(prompts, group_size, iteration)
-        return group_size
-
-    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
-        if isinstance(self.inner, Curriculum):
-            return self.inner.presented(prompt, iteration)
-        return prompt
-
-    def reserved(self, count: int, iteration: int) -> list[Prompt]:
-        return self.inner.reserved(count, iteration) if isinstance(self.inner, Curriculum) else []
-
-    @property
-    def together(self) -> int:
-        return self.inner.together if isinstance(self.inner, Curriculum) else 1
-
-    @property
-    def measures(self) -> frozenset[str]:
-        return self.inner.measures if isinstance(self.inner, Curriculum) else frozenset()
-
-    def see_update(self, metrics: Mapping[str, float]) -> None:
-        if isinstance(self.inner, Curriculum):
-            self.inner.see_update(metrics)
-
-    def see(self, name: str, values: Mapping[int, Any]) -> None:
-        if isinstance(self.inner, Curriculum):
-            self.inner.see(name, values)
-
-    def predict_by(self, predict: Callable[[Sequence[Prompt]], list[float]]) -> None:
-        if isinstance(self.inner, Curriculum):
-            self.inner.predict_by(predict)
-
-    def rescoring(self, iteration: int) -> int:
-        return self.inner.rescoring(iteration) if isinstance(self.inner, Curriculum) else 0
-
-    def renew(self, outcomes: Sequence[Outcome], diversity: Mapping[int, float]) -> None:
-        if isinstance(self.inner, Curriculum):
-            self.inner.renew(outcomes, diversity)
-
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        if isinstance(self.inner, Curriculum):
-            self.inner.learn(outcomes)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict() if isinstance(self.inner, Curriculum) else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if isinstance(self.inner, Curriculum):
-            self.inner.load_state_dict(state)
-
-
-def over(inner: Sequence[Prompt], prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return ``inner`` with these of its prompts alone, still a curriculum if it is one."""
-    return inner.over(prompts) if isinstance(inner, Curriculum) else list(prompts)
-
-
-def with_entries(inner: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Number the prompts: ``entry`` is their place in the data, by which outcomes are told."""
-    if all("entry" in prompt for prompt in inner):
-        return inner
-    return over(inner, [{**prompt, "entry": number} for number, prompt in enumerate(inner)])
-
-
-class Hinted(Around):
-    """Draws prompts with the beginning of their ground truth already written, which the model
-    completes."""
-
-    def __init__(self, inner: Sequence[Prompt], hints: Hints):
-        super().__init__(inner)
-        self.hints = hints
-
-    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        return [
-            self.hints.on(prompt, iteration) for prompt in super().batch(count, iteration, seed)
-        ]
-
-    def pick(self, u: float, iteration: int) -> Prompt:
-        return self.hints.on(super().pick(u, iteration), iteration)
-
-    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
-        return self.hints.on(super().presented(prompt, iteration), iteration)
-
-    def over(self, prompts: Sequence[Prompt]) -> Hinted:
-        return Hinted(over(self.inner, prompts), self.hints)
-
-
 @DATA.register("hints")
-class Hints:
+@dataclass(eq=False)
+class Hints(Around):
     """Begin the answer of training prompts for the model: hint completion (Table-R1).
 
     of: the data source. field: of the prompt, a text or a list of steps. share: how much of it is
@@ -270,38 +170,26 @@ class Hints:
     a line; 0: it stays. before: is written before it, such as "<answer>".
     """
 
-    train: Hinted
-    held_out: list[Prompt]
+    field: str = "answer"
+    share: Annotated[float, Ge(0), Lt(1)] = 0.5
+    over: Natural = 0
+    before: str = ""
 
-    def __init__(
-        self,
-        of: Source,
-        field: str = "answer",
-        share: Annotated[float, Ge(0), Lt(1)] = 0.5,
-        over: Natural = 0,
-        before: str = "",
-    ):
-        self.field = field
-        self.share = share
-        self.period = over
-        self.before = before
-        self.train = Hinted(of.train, self)
-        self.held_out = list(of.held_out)
-        if bare := sum(prompt.get(field) is None for prompt in self.train):
+    def __post_init__(self, of: Source) -> None:
+        super().__post_init__(of)
+        if bare := sum(prompt.get(self.field) is None for prompt in self.prompts):
             warnings.warn(
-                f"hints: {bare} of {len(self.train)} prompts have no {field!r} and get none",
+                f"hints: {bare} of {len(self)} prompts have no {self.field!r} and get none",
                 stacklevel=2,
             )
 
-    def on(self, prompt: Prompt, iteration: int) -> Prompt:
+    def asked(self, prompt: Prompt, iteration: int) -> Prompt:
         """Return the prompt with ``prefill``, what its answer begins with."""
-        left = 1.0 if not self.period else max(0.0, 1 - iteration / self.period)
+        left = 1.0 if not self.over else max(0.0, 1 - iteration / self.over)
         whole = pieces(prompt.get(self.field))
-        hints = (
-            whole[: min(int(self.share * left * len(whole) + 1e-9), len(whole) - 1)]
-            if whole
-            else []
-        )
+        if not whole:
+            return prompt
+        hints = whole[: min(int(self.share * left * len(whole) + 1e-9), len(whole) - 1)]
         return {**prompt, "prefill": self.before + "".join(hints)} if hints else prompt
 
 
@@ -315,15 +203,27 @@ def pieces(value: Any) -> list[str]:
     return lines if len(lines) > 1 else PIECE.findall(text)
 
 
-class Replayed(Around):
-    """Draws a share of every iteration from prompts that were hard when last sampled, the longest
-    ago first."""
+@DATA.register("replay")
+@dataclass(eq=False)
+class Replay(Around):
+    """Repeat prompts that were hard, with new answers: AVATAR's replay (Kulkarni et al.
+    2025).
 
-    def __init__(self, inner: Sequence[Prompt], replay: Replay):
-        super().__init__(inner)
-        self.replay = replay
-        self.named = {prompt["entry"]: prompt for prompt in inner}
-        self.waiting: list[int] = []  # entries of hard prompts
+    of: the data source. share: of every iteration's prompts that are repeated, at most. below: a
+    group with a lower mean reward was hard. solved: and one whose rewards are all equal, and lower
+    than this. size: of the memory; the oldest leave it. It is saved in checkpoints.
+    """
+
+    share: Share = 0.25
+    below: float = 0.5
+    solved: float = 1.0
+    size: Count = 1000
+
+    memory = {"waiting": list}
+
+    def begin(self, inner: Sequence[Prompt]) -> None:
+        super().begin(inner)
+        self.waiting: list[int] = []  # entries of hard prompts, the longest ago first
         self.again: list[int] = []  # those of them that this iteration samples again
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
@@ -334,56 +234,17 @@ class Replayed(Around):
         return [*fresh[: count - len(again)], *again]
 
     def reserved(self, count: int, iteration: int) -> list[Prompt]:
-        self.again = self.waiting[: int(self.replay.share * count)]
-        return [self.named[entry] for entry in self.again]
-
-    def over(self, prompts: Sequence[Prompt]) -> Replayed:
-        return Replayed(over(self.inner, prompts), self.replay)
+        waiting = [entry for entry in self.waiting if entry in self.by_entry]
+        self.again = waiting[: int(self.share * count)]
+        return [self.by_entry[entry] for entry in self.again]
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         super().learn(outcomes)
         queued = {*self.again, *(outcome.entry for outcome in outcomes)}
-        hard = [outcome.entry for outcome in outcomes if self.replay.hard(outcome)]
+        hard = [outcome.entry for outcome in outcomes if self.hard(outcome)]
         left = [entry for entry in self.waiting if entry not in queued]
-        self.waiting = [*left, *dict.fromkeys(hard)][-self.replay.size :]
+        self.waiting = [*left, *dict.fromkeys(hard)][-self.size :]
         self.again = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"waiting": self.waiting, "inner": super().state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.waiting = [entry for entry in state.get("waiting", ()) if entry in self.named]
-        self.again = []
-        super().load_state_dict(state.get("inner", {}))
-
-
-@DATA.register("replay")
-class Replay:
-    """Repeat prompts that were hard, with new answers: AVATAR's replay (Kulkarni et al.
-    2025).
-
-    of: the data source. share: of every iteration's prompts that are repeated, at most. below: a
-    group with a lower mean reward was hard. solved: and one whose rewards are all equal, and lower
-    than this. size: of the memory; the oldest leave it. It is saved in checkpoints.
-    """
-
-    train: Replayed
-    held_out: list[Prompt]
-
-    def __init__(
-        self,
-        of: Source,
-        share: Share = 0.25,
-        below: float = 0.5,
-        solved: float = 1.0,
-        size: Count = 1000,
-    ):
-        self.share = share
-        self.below = below
-        self.solved = solved
-        self.size = size
-        self.train = Replayed(with_entries(of.train), self)
-        self.held_out = list(of.held_out)
 
     def hard(self, outcome: Outcome) -> bool:
         return outcome.mean < self.below or (outcome.flat and outcome.mean < self.solved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le
@@ -11,86 +11,20 @@ from mmrl.core.numbers import Count
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.base import Outcome
-from mmrl.zoo.curricula.curriculum import Around, Share, Source, over, with_entries
+from mmrl.zoo.curricula.drawing import Around, Share, Source
 from samplers.noise import Rng
 
 # of a row that a new instruction is written after: what its pictures are, and how it is asked
 CARRIED = ("system", "images", "image", "video", "view", "fps")
 
 
-class Instructed(Around):
-    """Draws a share of every iteration from instructions that the policy wrote, each once."""
-
-    def __init__(self, inner: Sequence[Prompt], rule: SelfInstruct):
-        super().__init__(inner)
-        self.rule = rule
-        self.seeds = {prompt["entry"]: prompt for prompt in inner}
-        # text, and the entry of the row it was written after; those asked already stay for `pool`
-        self.waiting: list[tuple[str, int]] = []
-        self.past: list[str] = []
-        self.taken: list[tuple[str, int]] = []
-
-    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        """Replace the last of the iteration's prompts by instructions that wait. Repeatable until
-        ``learn``."""
-        plain = super().batch(count, iteration, seed)
-        self.taken = self.waiting[: int(self.rule.share * count)]
-        return [*plain[: count - len(self.taken)], *(self._prompt(*each) for each in self.taken)]
-
-    def _prompt(self, text: str, entry: int) -> Prompt:
-        seed = self.seeds[entry]
-        carried = {key: seed[key] for key in CARRIED if key in seed}
-        return {"text": text, **carried, "origin": "self_instruct"}
-
-    def examples(self, iteration: int, seed: int) -> list[list[Prompt]]:
-        """Draw the rows that each new instruction is written after, as many lists as are wanted."""
-        rng = Rng.of(seed, "self_instruct", iteration)
-        entries = list(self.seeds)
-        shots = min(self.rule.shots, len(entries))
-        return [
-            [self.seeds[entries[i]] for i in rng.fold(n).permutation(len(entries))[:shots].tolist()]
-            for n in range(self.rule.count)
-        ]
-
-    def pool(self) -> list[str]:
-        """Return all instructions that there are, which a new one must not repeat."""
-        return [str(p.get("text", "")) for p in self.seeds.values()] + [
-            *self.past,
-            *(text for text, _ in self.waiting),
-        ]
-
-    def add(self, text: str, entry: int) -> None:
-        """Let a new instruction wait; beyond ``size`` the oldest leave."""
-        self.waiting = [*self.waiting, (text, entry)][-self.rule.size :]
-
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        super().learn(outcomes)
-        done = set(self.taken)
-        self.past = [*self.past, *(text for text, _ in self.taken)][-self.rule.size :]
-        self.waiting = [each for each in self.waiting if each not in done]
-        self.taken = []
-
-    def over(self, prompts: Sequence[Prompt]) -> Instructed:
-        return Instructed(over(self.inner, prompts), self.rule)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "waiting": [list(each) for each in self.waiting],
-            "past": self.past,
-            "inner": super().state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.waiting = [
-            (text, entry) for text, entry in state.get("waiting", ()) if entry in self.seeds
-        ]
-        self.past = list(state.get("past", ()))
-        self.taken = []
-        super().load_state_dict(state.get("inner", {}))
+def pairs(saved: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Read instructions that waited: JSON turns tuples into lists."""
+    return [(text, entry) for text, entry in saved]
 
 
 @DATA.register("self_instruct")
-class SelfInstruct:
+class SelfInstruct(Around):
     """Train also on instructions that the policy writes itself, in every iteration (SeRL).
 
     Fang et al. 2025: in every iteration the policy of the moment writes ``count`` instructions,
@@ -107,8 +41,7 @@ class SelfInstruct:
     there. size: of the memory of instructions.
     """
 
-    train: Instructed
-    held_out: list[Prompt]
+    memory = {"waiting": pairs, "past": list}
 
     def __init__(
         self,
@@ -123,12 +56,62 @@ class SelfInstruct:
         size: Count = 1000,
     ):
         self.share = share
-        self.count = count
+        self.written = count
         self.shots = shots
         self.least_words = least_words
         self.most_words = most_words
         self.similarity = similarity
         self.forbidden = tuple(forbidden)
         self.size = size
-        self.train = Instructed(with_entries(of.train), self)
-        self.held_out = list(of.held_out)
+        super().__init__(of)
+
+    def begin(self, inner: Sequence[Prompt]) -> None:
+        super().begin(inner)
+        # text, and the entry of the row it was written after; those asked already stay for `pool`
+        self.waiting: list[tuple[str, int]] = []
+        self.past: list[str] = []
+        self.taken: list[tuple[str, int]] = []
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        """Replace the last of the iteration's prompts by instructions that wait. Repeatable until
+        ``learn``."""
+        plain = super().batch(count, iteration, seed)
+        self.taken = self.waiting[: int(self.share * count)]
+        return [*plain[: count - len(self.taken)], *(self._prompt(*each) for each in self.taken)]
+
+    def _prompt(self, text: str, entry: int) -> Prompt:
+        seed = self.by_entry[entry]
+        carried = {key: seed[key] for key in CARRIED if key in seed}
+        return {"text": text, **carried, "origin": "self_instruct"}
+
+    def examples(self, iteration: int, seed: int) -> list[list[Prompt]]:
+        """Draw the rows that each new instruction is written after, as many lists as are wanted."""
+        rng = Rng.of(seed, "self_instruct", iteration)
+        entries = list(self.by_entry)
+        shots = min(self.shots, len(entries))
+        return [
+            [self.by_entry[entries[i]] for i in order[:shots].tolist()]
+            for order in (rng.fold(n).permutation(len(entries)) for n in range(self.written))
+        ]
+
+    def pool(self) -> list[str]:
+        """Return all instructions that there are, which a new one must not repeat."""
+        return [str(p.get("text", "")) for p in self.by_entry.values()] + [
+            *self.past,
+            *(text for text, _ in self.waiting),
+        ]
+
+    def add(self, text: str, entry: int) -> None:
+        """Let a new instruction wait; beyond ``size`` the oldest leave."""
+        self.waiting = [*self.waiting, (text, entry)][-self.size :]
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        super().learn(outcomes)
+        done = set(self.taken)
+        self.past = [*self.past, *(text for text, _ in self.taken)][-self.size :]
+        self.waiting = [each for each in self.waiting if each not in done]
+        self.taken = []
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.waiting = [each for each in self.waiting if each[1] in self.by_entry]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
 from statistics import fmean, pvariance
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 from numpy.typing import NDArray
 
 from mmrl.core import distributed
@@ -25,62 +26,29 @@ from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.base import Outcome
 from mmrl.data.prompts import decoded
-from mmrl.zoo.curricula.curriculum import Around, Share, Source, over, with_entries
+from mmrl.zoo.curricula.drawing import (
+    Around,
+    Chosen,
+    Portion,
+    Share,
+    Source,
+    best,
+    keyed_by_entry,
+    subset,
+    uniform,
+    with_entries,
+)
 from mmrl.zoo.curricula.features import features_of
-from mmrl.zoo.curricula.selection import Chosen, Portion, Unrenewed, best
-from mmrl.zoo.curricula.statistics import PromptStatistics
 from samplers.noise import Rng
 
 Curves = Mapping[int, Sequence[Sequence[float]]]  # rewards of every visit, by entry
 Array = NDArray[np.float64]
-LETTERS = 80  # of a text, by which data is recognised
-
-
-class Recorder(Around):
-    """Draws as ``inner`` does, and appends the rewards of every iteration to a file."""
-
-    def __init__(self, inner: Sequence[Prompt], path: Path):
-        super().__init__(inner)
-        self.path = path
-        self.iteration = 0
-        self.texts = {prompt["entry"]: str(prompt.get("text", ""))[:LETTERS] for prompt in inner}
-
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        super().learn(outcomes)
-        rewards: dict[int, list[float]] = {}
-        for outcome in outcomes:
-            rewards.setdefault(outcome.entry, []).extend(outcome.rewards)
-        lines = [
-            json.dumps(
-                {
-                    "entry": entry,
-                    "text": self.texts[entry],
-                    "iteration": self.iteration,
-                    "rewards": values,
-                }
-            )
-            for entry, values in rewards.items()
-            if values
-        ]
-        if distributed.is_main():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(line + "\n" for line in lines)
-        self.iteration += 1
-
-    def over(self, prompts: Sequence[Prompt]) -> Recorder:
-        return Recorder(over(self.inner, prompts), self.path)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"iteration": self.iteration, "inner": super().state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.iteration = state.get("iteration", 0)
-        super().load_state_dict(state.get("inner", {}))
+LETTERS = 80  # of a text
 
 
 @DATA.register("recorded")
-class Recorded:
+@dataclass(eq=False)
+class Recorded(Around):
     """Record every prompt's rewards in a file, which limr, depo and by_variance read.
 
     One JSON object a line: the prompt's place in the data, iteration, rewards. After a resume the
@@ -90,18 +58,43 @@ class Recorded:
     of: the data source. path: the file, .jsonl, to which lines are appended.
     """
 
-    train: Recorder
-    held_out: list[Prompt]
+    path: str
 
-    def __init__(self, of: Source, path: str):
-        self.train = Recorder(with_entries(of.train), Path(path))
-        self.held_out = list(of.held_out)
+    memory = {"iteration": int}
+
+    def begin(self, inner: Sequence[Prompt]) -> None:
+        super().begin(inner)
+        self.iteration = 0
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        super().learn(outcomes)
+        rewards: dict[int, list[float]] = {}
+        for outcome in outcomes:
+            rewards.setdefault(outcome.entry, []).extend(outcome.rewards)
+        records = (
+            {"entry": entry, "text": text_of(self.by_entry[entry])}
+            | {"iteration": self.iteration, "rewards": values}
+            for entry, values in rewards.items()
+            if values
+        )
+        lines = [json.dumps(record) + "\n" for record in records]
+        if distributed.is_main():
+            path = Path(self.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+        self.iteration += 1
+
+
+def text_of(prompt: Prompt) -> str:
+    """Return the beginning of a prompt's text, by which data is recognised."""
+    return str(prompt.get("text", ""))[:LETTERS]
 
 
 def read_curves(path: Path, prompts: Sequence[Prompt]) -> dict[int, list[list[float]]]:
     """Read the rewards of every visit of every prompt, in the order of iterations. Raises UserError
     if the file is of other prompts."""
-    texts = {prompt["entry"]: str(prompt.get("text", ""))[:LETTERS] for prompt in prompts}
+    texts = {prompt["entry"]: text_of(prompt) for prompt in prompts}
     named: dict[str, list[int]] = {}
     for prompt in prompts:
         named.setdefault(str(prompt.get("text", "")), []).append(prompt["entry"])
@@ -140,7 +133,7 @@ def restricted(
     prompts = [prompt for prompt in inner if prompt["entry"] in entries]
     if not prompts:
         raise UserError(f"{name}: no prompt of {path} is good enough; ask for less")
-    return over(inner, prompts)
+    return subset(inner, prompts)
 
 
 def recorded_of(inner: Sequence[Prompt], path: Path, name: str) -> dict[int, list[list[float]]]:
@@ -228,40 +221,6 @@ class ByVariance:
         self.held_out = list(of.held_out)
 
 
-class Explored(Chosen):
-    """Draws by how much the last visits of every prompt explored; that is in checkpoints."""
-
-    def __init__(self, inner: Sequence[Prompt], rule: Depo):
-        super().__init__(inner, rule)
-        self.depo = rule
-        self.traces: dict[int, list[float]] = {}  # explorability of the last visits, by entry
-
-    def over(self, prompts: Sequence[Prompt]) -> Explored:
-        return Explored(over(self.inner, prompts), self.depo)
-
-    def see(self, name: str, values: Mapping[int, Any]) -> None:
-        super().see(name, values)
-        if name == "entropy":
-            for entry, answers in values.items():
-                score = explorability(answers, self.depo.noise)
-                self.traces[entry] = [*self.traces.get(entry, []), score][-self.depo.window :]
-
-    def score(self, entry: int) -> float:
-        """Return how much a prompt still explores; infinite before its first visit."""
-        record = self.statistics[entry]
-        if self.depo.explore == "variance":
-            return record.variance if record.visits else float("inf")
-        trace = self.traces.get(entry)
-        return fmean(trace) if trace else float("inf")
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"traces": {str(e): t for e, t in self.traces.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.traces = {int(entry): list(t) for entry, t in state.get("traces", {}).items()}
-
-
 def explorability(answers: Sequence[Sequence[float]], noise: float) -> float:
     """Return sum |A| H of the [reward, H] of a group's answers, A = (r - mean) / (std + 1e-8).
 
@@ -280,7 +239,8 @@ def explorability(answers: Sequence[Sequence[float]], noise: float) -> float:
 
 
 @DATA.register("depo")
-class Depo(Unrenewed):
+@dataclass(eq=False)
+class Depo(Chosen):
     """Keep diverse prompts of middle difficulty, ask those that still explore: DEPO.
 
     Tang et al. 2025. Before training: prompts are nodes of a graph of similarities, weighted by
@@ -304,80 +264,94 @@ class Depo(Unrenewed):
     1 to 1 / candidates; 0: it is that from the start.
     """
 
-    train: Explored
-    held_out: list[Prompt]
+    name = "depo"
+    path: Path | None = None
+    diverse: Portion = 0.5
+    share: Portion = 0.4
+    difficulty: float = 0.5
+    spread: Annotated[float, Gt(0)] = 0.2
+    embeddings: Path | None = None
+    damping: Annotated[float, Ge(0), Lt(1)] = 0.85
+    candidates: Annotated[float, Ge(1)] = 2.0
+    replay: Share = 0.1
+    decay: Portion = 0.5
+    seed: Natural = 0
+    explore: Literal["variance", "entropy"] = "variance"
+    window: Count = 5
+    noise: Annotated[float, Gt(0)] = 1.5
+    decline: Annotated[float, Ge(0)] = 0.0
 
-    def __init__(
-        self,
-        of: Source,
-        path: Path | None = None,
-        diverse: Portion = 0.5,
-        share: Portion = 0.4,
-        difficulty: float = 0.5,
-        spread: Annotated[float, Gt(0)] = 0.2,
-        embeddings: Path | None = None,
-        damping: Annotated[float, Ge(0), Lt(1)] = 0.85,
-        candidates: Annotated[float, Ge(1)] = 2.0,
-        replay: Share = 0.1,
-        decay: Annotated[float, Gt(0), Le(1)] = 0.5,
-        seed: Natural = 0,
-        explore: Literal["variance", "entropy"] = "variance",
-        window: Count = 5,
-        noise: Annotated[float, Gt(0)] = 1.5,
-        decline: Annotated[float, Ge(0)] = 0.0,
-    ):
-        self.decline = decline
-        self.explore = explore
-        self.window = window
-        self.noise = noise
-        self.measures = frozenset({"entropy"} if explore == "entropy" else ())
-        self.multiple = candidates
-        self.replay = replay
-        self.decay = decay
-        inner = with_entries(of.train)
-        if path is not None:
-            curves = recorded_of(inner, path, "depo")
-            prompts = [prompt for prompt in inner if prompt["entry"] in curves]
-            features = features_of(prompts, embeddings, len(inner), "depo")
-            count = max(1, int(diverse * len(prompts) + 0.5))
-            rows = spread_out(features, pagerank(features, damping), count)
-            middle = {
-                prompts[row]["entry"]: -0.5 * ((mean - difficulty) / spread) ** 2
-                for row in rows
-                for mean in [fmean(sum(curves[prompts[row]["entry"]], []))]
-            }
-            inner = restricted(inner, by_density(middle, share, seed), "depo", path)
-        self.train = Explored(inner, self)
-        self.held_out = list(of.held_out)
+    memory = {"traces": keyed_by_entry}
+
+    def __post_init__(self, of: Source) -> None:
+        super().__post_init__(of)
+        if self.path is not None:
+            self.begin(restricted(self.inner, self.kept(self.path), self.name, self.path))
+
+    def begin(self, inner: Sequence[Prompt]) -> None:
+        super().begin(inner)
+        self.traces: dict[int, list[float]] = {}  # explorability of the last visits, by entry
+
+    def kept(self, path: Path) -> set[int]:
+        """Choose the prompts that are trained on, by their recorded rewards and what they share."""
+        curves = recorded_of(self.prompts, path, self.name)
+        prompts = [prompt for prompt in self.prompts if prompt["entry"] in curves]
+        features = features_of(prompts, self.embeddings, len(self), self.name)
+        count = max(1, int(self.diverse * len(prompts) + 0.5))
+        rows = spread_out(features, pagerank(features, self.damping), count)
+        entries = [prompts[row]["entry"] for row in rows]
+        means = {entry: fmean(sum(curves[entry], [])) for entry in entries}
+        density = {
+            entry: -0.5 * ((mean - self.difficulty) / self.spread) ** 2
+            for entry, mean in means.items()
+        }
+        return by_density(density, self.share, self.seed)
+
+    @property
+    def measures(self) -> frozenset[str]:
+        return super().measures | ({"entropy"} if self.explore == "entropy" else set())
 
     @staticmethod
     def records(options: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the options of the policy under which it records what is looked at."""
         return ("record_entropy",) if options.get("explore") == "entropy" else ()
 
-    def statistics(self) -> PromptStatistics:
-        return PromptStatistics(self.decay)
+    def see(self, name: str, values: Mapping[int, Any]) -> None:
+        super().see(name, values)
+        if name == "entropy":
+            for entry, answers in values.items():
+                trace = [*self.traces.get(entry, []), explorability(answers, self.noise)]
+                self.traces[entry] = trace[-self.window :]
 
-    def rewards(self, rewards: Sequence[float]) -> tuple[float, ...]:
-        return tuple(rewards)
-
-    def choose(self, data: Chosen, count: int, iteration: int, seed: int) -> list[Prompt]:
-        assert isinstance(data, Explored)
+    def choose(self, count: int, iteration: int, seed: int) -> list[Prompt]:
         again = int(self.replay * count)
-        records = data.statistics
-        rng = Rng.of(seed, "depo", iteration)
-        ties = rng.uniform(torch.tensor([p["entry"] for p in data.prompts])).tolist()
-        rare = [-(records[p["entry"]].visits + u) for p, u in zip(data.prompts, ties, strict=True)]
-        replayed = best(data.prompts, rare, again)
+        rng = self.rng(iteration, seed)
+        ties = uniform(self.prompts, rng).tolist()
+        visits = (self.statistics[prompt["entry"]].visits for prompt in self.prompts)
+        rare = [-(number + u) for number, u in zip(visits, ties, strict=True)]
+        replayed = best(self.prompts, rare, again)
         entries = {prompt["entry"] for prompt in replayed}
-        multiple = self.multiple
-        if self.decline:
-            epochs = iteration * count // len(data.prompts)
-            multiple = 1 / max(1 / multiple, 1 - self.decline * epochs)
-        prompts = data.candidates(int(multiple * count), iteration, seed)
+        prompts = self.pool(count, iteration, seed)
         fresh = [prompt for prompt in prompts if prompt["entry"] not in entries] or prompts
-        scores = [data.score(prompt["entry"]) for prompt in fresh]
-        return [*best(fresh, scores, count - again), *replayed]
+        return [*best(fresh, self.score(fresh, rng), count - again), *replayed]
+
+    def pool(self, count: int, iteration: int, seed: int) -> Sequence[Prompt]:
+        multiple = self.candidates
+        if self.decline:
+            epochs = iteration * count // len(self.prompts)
+            multiple = 1 / max(1 / multiple, 1 - self.decline * epochs)
+        return self.drawn(int(multiple * count), iteration, seed)
+
+    def score(self, prompts: Sequence[Prompt], rng: Rng) -> Sequence[float]:
+        return [self.explorability(prompt["entry"]) for prompt in prompts]
+
+    def explorability(self, entry: int) -> float:
+        """Return how much a prompt still explores; infinite before its first visit."""
+        record = self.statistics[entry]
+        if self.explore == "variance":
+            return record.variance if record.visits else float("inf")
+        trace = self.traces.get(entry)
+        return fmean(trace) if trace else float("inf")
 
 
 def pagerank(features: Array, damping: float) -> Array:

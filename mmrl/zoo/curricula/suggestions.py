@@ -4,85 +4,25 @@ forms of every question."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from copy import copy
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Gt
 
 from mmrl.core.errors import UserError
 from mmrl.core.numbers import Count
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
-from mmrl.data.base import Outcome
-from mmrl.zoo.curricula.budget import Counted
-from mmrl.zoo.curricula.curriculum import Around, Source, over, with_entries
-from mmrl.zoo.curricula.statistics import PromptStatistics
+from mmrl.data.base import Outcome, batch
+from mmrl.zoo.curricula.drawing import Around, Counted, Portion, Source, keyed_by_entry
 from samplers.noise import Rng
 
 
-class Suggested(Counted):
-    """Draws as ``inner`` does; prompts that stay hard are asked with their hint."""
-
-    def __init__(self, inner: Sequence[Prompt], rule: Suggestions):
-        super().__init__(inner, PromptStatistics(rule.decay))
-        self.rule = rule
-        self.hard_visits: dict[int, int] = {}  # in a row, by entry
-        self.divergence: float | None = None  # moving mean of the KL to the behaviour policy
-        self.explores = rule.kl_drop is not None  # the KL has not dropped
-
-    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        prompts = super().batch(count, iteration, seed)
-        return [self.rule.beside(prompt, self._stuck(prompt)) for prompt in prompts]
-
-    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
-        return self.rule.beside(super().presented(prompt, iteration), self._stuck(prompt))
-
-    def over(self, prompts: Sequence[Prompt]) -> Suggested:
-        return Suggested(over(self.inner, prompts), self.rule)
-
-    def see_update(self, metrics: Mapping[str, float]) -> None:
-        super().see_update(metrics)
-        if self.rule.kl_drop is None:
-            return
-        if "kl_behavior" not in metrics:
-            raise UserError(
-                "suggestions: kl_drop looks at the KL to the behaviour policy, which this "
-                "objective does not measure; choose policy_gradient, or leave it out"
-            )
-        now = metrics["kl_behavior"]
-        if now == now:
-            mean = now if self.divergence is None else self.divergence
-            self.explores = now >= self.rule.kl_drop * mean
-            self.divergence = mean + (1 - self.rule.decay) * (now - mean)
-
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        super().learn(outcomes)
-        records = self.statistics.records
-        order = sorted(records, key=lambda entry: (records[entry].mean, entry))
-        hard = set(order[: round(self.rule.share * len(order))])
-        for outcome in outcomes:
-            if outcome.rewards:
-                stays = outcome.entry in hard and records[outcome.entry].mean < self.rule.below
-                count = self.hard_visits.get(outcome.entry, 0) + 1
-                self.hard_visits[outcome.entry] = count if stays else 0
-
-    def _stuck(self, prompt: Prompt) -> bool:
-        return not self.explores and self.hard_visits.get(prompt["entry"], 0) >= self.rule.after
-
-    def state_dict(self) -> dict[str, Any]:
-        visits = {str(entry): count for entry, count in self.hard_visits.items() if count}
-        kl = {"divergence": self.divergence, "explores": self.explores}
-        return super().state_dict() | {"hard": visits} | kl
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.hard_visits = {int(entry): n for entry, n in state.get("hard", {}).items()}
-        self.divergence = state.get("divergence")
-        self.explores = state.get("explores", self.explores)
-
-
 @DATA.register("suggestions")
-class Suggestions:
+@dataclass(eq=False)
+class Suggestions(Counted):
     """Ask prompts that stay hard with a hint beside the question: AVATAR's hints.
 
     Kulkarni and Fazli 2025, "AVATAR: Reinforcement Learning to See, Hear, and Reason Over Video": a
@@ -98,85 +38,67 @@ class Suggestions:
     earlier answers at a visit, and of earlier KLs.
     """
 
-    train: Suggested
-    held_out: list[Prompt]
+    field: str = "hint"
+    share: Portion = 0.4
+    below: float = 0.5
+    after: Count = 2
+    between: str = "\nHint: "
+    decay: Portion = 0.5
+    kl_drop: Annotated[float, Gt(0)] | None = None
 
-    def __init__(
-        self,
-        of: Source,
-        field: str = "hint",
-        share: Annotated[float, Gt(0), Le(1)] = 0.4,
-        below: float = 0.5,
-        after: Count = 2,
-        between: str = "\nHint: ",
-        decay: Annotated[float, Gt(0), Le(1)] = 0.5,
-        kl_drop: Annotated[float, Gt(0)] | None = None,
-    ):
-        if all(prompt.get(field) is None for prompt in of.train):
+    memory = {"hard": keyed_by_entry, "divergence": copy, "explores": bool}
+
+    def __post_init__(self, of: Source) -> None:
+        if all(prompt.get(self.field) is None for prompt in of.train):
             raise UserError(
-                f"suggestions: no prompt has the field {field!r}; set field to that of the hints"
+                f"suggestions: no prompt has the field {self.field!r}; set field to that of the "
+                f"hints"
             )
-        self.field = field
-        self.share = share
-        self.below = below
-        self.after = after
-        self.between = between
-        self.decay = decay
-        self.kl_drop = kl_drop
-        self.train = Suggested(with_entries(of.train), self)
-        self.held_out = list(of.held_out)
+        super().__post_init__(of)
 
-    def beside(self, prompt: Prompt, stuck: bool) -> Prompt:
-        """Return the prompt, with its hint if it is ``stuck`` and has none yet."""
+    def begin(self, inner: Sequence[Prompt]) -> None:
+        super().begin(inner)
+        self.hard: dict[int, int] = {}  # visits in a row at which a prompt was, by entry
+        self.divergence: float | None = None  # moving mean of the KL to the behaviour policy
+        self.explores = self.kl_drop is not None  # the KL has not dropped
+
+    def asked(self, prompt: Prompt, iteration: int) -> Prompt:
+        """Add its hint to a prompt that stays hard, if it has none yet."""
         hint = prompt.get(self.field)
+        stuck = not self.explores and self.hard.get(prompt["entry"], 0) >= self.after
         if hint is None or not stuck or prompt.get("hinted"):
             return prompt
         return {**prompt, "text": f"{prompt['text']}{self.between}{hint}", "hinted": True}
 
-
-class Formed(Around):
-    """Draws as ``inner`` does, and asks each prompt in one of several forms, or in all."""
-
-    def __init__(self, inner: Sequence[Prompt], rule: Forms):
-        super().__init__(inner)
-        self.rule = rule
-
-    @property
-    def together(self) -> int:
-        return len(self.rule.forms) if self.rule.together else 1
-
-    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        prompts = super().batch(count // self.together, iteration, seed)
-        if not self.rule.together:
-            return [self.rule.formed(prompt, iteration) for prompt in prompts]
-        return [
-            {**self.rule.asked_as(name, prompt), "question": place}
-            for place, prompt in enumerate(prompts)
-            for name in self.rule.forms
-        ]
-
-    def pick(self, u: float, iteration: int) -> Prompt:
-        self._alone()
-        return self.rule.formed(super().pick(u, iteration), iteration)
-
-    def presented(self, prompt: Prompt, iteration: int) -> Prompt:
-        self._alone()
-        return self.rule.formed(super().presented(prompt, iteration), iteration)
-
-    def _alone(self) -> None:
-        """Raise UserError where prompts are chosen one by one that are asked together."""
-        if self.rule.together:
+    def see_update(self, metrics: Mapping[str, float]) -> None:
+        super().see_update(metrics)
+        if self.kl_drop is None:
+            return
+        if "kl_behavior" not in metrics:
             raise UserError(
-                "forms: together asks a question in all its forms at once, which dynamic sampling "
-                "and data that choose single prompts would part: leave them out, or together"
+                "suggestions: kl_drop looks at the KL to the behaviour policy, which this "
+                "objective does not measure; choose policy_gradient, or leave it out"
             )
+        now = metrics["kl_behavior"]
+        if now == now:
+            mean = now if self.divergence is None else self.divergence
+            self.explores = now >= self.kl_drop * mean
+            self.divergence = mean + (1 - self.decay) * (now - mean)
 
-    def over(self, prompts: Sequence[Prompt]) -> Formed:
-        return Formed(over(self.inner, prompts), self.rule)
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        super().learn(outcomes)
+        records = self.statistics.records
+        order = sorted(records, key=lambda entry: (records[entry].mean, entry))
+        hardest = set(order[: round(self.share * len(order))])
+        for outcome in outcomes:
+            if outcome.rewards:
+                stays = outcome.entry in hardest and records[outcome.entry].mean < self.below
+                self.hard[outcome.entry] = self.hard.get(outcome.entry, 0) + 1 if stays else 0
 
 
 @DATA.register("forms")
-class Forms:
+@dataclass(eq=False)
+class Forms(Around):
     """Ask each prompt in one of several forms (TempSamp-R1's hybrid training), or in all (GCPO).
 
     Li et al. 2025, "TempSamp-R1": one model learns to answer with its reasoning and without, asked
@@ -191,33 +113,46 @@ class Forms:
     ``train.prompts_per_iteration`` every form is one.
     """
 
-    train: Formed
-    held_out: list[Prompt]
+    forms: dict[str, str]
+    weights: dict[str, Annotated[float, Gt(0)]] | None = None
+    together: bool = False
 
-    def __init__(
-        self,
-        of: Source,
-        forms: dict[str, str],
-        weights: dict[str, Annotated[float, Gt(0)]] | None = None,
-        together: bool = False,
-    ):
+    def __post_init__(self, of: Source) -> None:
+        forms, weights = self.forms, self.weights
         if not forms or any("{text}" not in form for form in forms.values()):
             raise UserError("forms: each form is a template that has {text}, the question")
         if weights is not None and set(weights) != set(forms):
             raise UserError(f"forms: weights are needed of {', '.join(forms)}, and of no others")
-        if weights is not None and together:
+        if weights is not None and self.together:
             raise UserError(
                 "forms: together asks every form equally often: leave out weights, or together"
             )
-        self.forms = forms
-        self.together = together
+        super().__post_init__(of)
         chosen = [(weights or dict.fromkeys(forms, 1.0))[name] for name in forms]
         self.ends = torch.tensor(chosen, dtype=torch.float64).cumsum(0) / sum(chosen)
-        self.train = Formed(with_entries(of.train), self)
-        self.held_out = list(of.held_out)
 
-    def formed(self, prompt: Prompt, iteration: int) -> Prompt:
-        """Return the prompt in its form of this iteration."""
+    @property
+    def prompts_per_question(self) -> int:
+        return len(self.forms) if self.together else 1
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        if not self.together:
+            return super().batch(count, iteration, seed)
+        questions = batch(self.inner, count // len(self.forms), iteration, seed)
+        return [
+            {**self.asked_as(name, prompt), "question": place}
+            for place, prompt in enumerate(questions)
+            for name in self.forms
+        ]
+
+    def asked(self, prompt: Prompt, iteration: int) -> Prompt:
+        """Return the prompt in its form of this iteration. Raises UserError where prompts are
+        chosen one by one that are asked together."""
+        if self.together:
+            raise UserError(
+                "forms: together asks a question in all its forms at once, which dynamic sampling "
+                "and data that choose single prompts would part: leave them out, or together"
+            )
         if "form" in prompt:
             return prompt
         u = Rng.of("forms", iteration).uniform(torch.tensor([prompt["entry"]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,57 +14,15 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from mmrl.data.base import Outcome
-from mmrl.zoo.curricula.curriculum import Source, over, with_entries
-from mmrl.zoo.curricula.selection import Chosen, Unrenewed, best, uniform
-from mmrl.zoo.curricula.statistics import Forgetting, PromptStatistics
+from mmrl.zoo.curricula.drawing import Chosen, Source, by_weight, keyed_by_entry
+from mmrl.zoo.curricula.statistics import Forgetting
 from mmrl.zoo.curricula.subsets import read_curves
 from samplers.noise import Rng
 
 
-class Tracked(Chosen):
-    """Draws by a tracker of every prompt's success rate, which is in checkpoints."""
-
-    def __init__(self, inner: Sequence[Prompt], rule: SingleStreamData):
-        super().__init__(inner, rule)
-        self.tracker = rule
-        self.counts: dict[int, list[float]] = {}  # alpha and beta, by entry
-        self.drifts: dict[int, float] = {}  # of the prompts of this iteration, nats
-
-    def over(self, prompts: Sequence[Prompt]) -> Tracked:
-        return Tracked(over(self.inner, prompts), self.tracker)
-
-    def rate(self, entry: int) -> float:
-        """Return the tracked success rate of a prompt."""
-        alpha, beta = self.counts.get(entry) or self.tracker.begun(entry)
-        return alpha / (alpha + beta)
-
-    def see(self, name: str, values: Mapping[int, Any]) -> None:
-        super().see(name, values)
-        if name == "drift":
-            self.drifts |= values
-
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        super().learn(outcomes)
-        for outcome in outcomes:
-            if outcome.rewards:
-                counts = self.counts.get(outcome.entry) or self.tracker.begun(outcome.entry)
-                rewards = self.tracker.rewards(outcome.rewards)
-                moved = self.drifts.get(outcome.entry, 0.0)
-                forgetting = self.tracker.forgetting
-                self.counts[outcome.entry] = forgetting.visited(counts, rewards, moved)
-        self.drifts = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        counts = {str(entry): list(counts) for entry, counts in self.counts.items()}
-        return super().state_dict() | {"counts": counts}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.counts = {int(entry): list(counts) for entry, counts in state["counts"].items()}
-
-
 @DATA.register("single_stream")
-class SingleStreamData(Unrenewed):
+@dataclass(eq=False)
+class SingleStreamData(Chosen):
     """Draw prompts whose tracked success rate v is uncertain: SPO's prioritised sampling.
 
     Xu and Ding 2025, "Single-stream policy optimization": prompts are drawn without repeats with
@@ -81,58 +40,65 @@ class SingleStreamData(Unrenewed):
     null: 1/2 each.
     """
 
-    train: Tracked
-    held_out: list[Prompt]
-    measures: frozenset[str] = frozenset()
+    name = "single_stream"
+    explore: Annotated[float, Gt(0)] = 0.05
+    candidates: Annotated[float, Ge(1)] | None = None
+    low: float = 0.0
+    high: float = 1.0
+    half: Annotated[float, Gt(0)] = 0.06
+    forget_min: Annotated[float, Gt(0), Lt(1)] = 0.875
+    forget_max: Annotated[float, Gt(0), Lt(1)] = 0.96
+    path: Path | None = None
 
-    def __init__(
-        self,
-        of: Source,
-        explore: Annotated[float, Gt(0)] = 0.05,
-        candidates: Annotated[float, Ge(1)] | None = None,
-        low: float = 0.0,
-        high: float = 1.0,
-        half: Annotated[float, Gt(0)] = 0.06,
-        forget_min: Annotated[float, Gt(0), Lt(1)] = 0.875,
-        forget_max: Annotated[float, Gt(0), Lt(1)] = 0.96,
-        path: Path | None = None,
-    ):
-        if forget_min > forget_max:
+    memory = {"counts": keyed_by_entry}
+
+    def __post_init__(self, of: Source) -> None:
+        if self.forget_min > self.forget_max:
             raise UserError(
-                f"single_stream: forget_min = {forget_min} must not be above forget_max = "
-                f"{forget_max}"
+                f"single_stream: forget_min = {self.forget_min} must not be above forget_max = "
+                f"{self.forget_max}"
             )
-        if low >= high:
-            raise UserError(f"single_stream: low = {low} must be below high = {high}")
-        self.explore = explore
-        self.multiple = candidates
-        self.low = low
-        self.high = high
-        self.forgetting = Forgetting(half, forget_min, forget_max)
-        inner = with_entries(of.train)
-        curves = {} if path is None else read_curves(path, inner)
+        if self.low >= self.high:
+            raise UserError(f"single_stream: low = {self.low} must be below high = {self.high}")
+        super().__post_init__(of)
+        self.forgetting = Forgetting(self.half, self.forget_min, self.forget_max)
+        curves = {} if self.path is None else read_curves(self.path, self.prompts)
         self.references = {entry: sum(curve, []) for entry, curve in curves.items()}
-        self.train = Tracked(inner, self)
-        self.held_out = list(of.held_out)
 
-    def statistics(self) -> PromptStatistics:
-        return PromptStatistics()
+    def begin(self, inner: Sequence[Prompt]) -> None:
+        super().begin(inner)
+        self.counts: dict[int, list[float]] = {}  # alpha and beta, by entry
+        self.drifts: dict[int, float] = {}  # of the prompts of this iteration, nats
 
-    def rewards(self, rewards: Sequence[float]) -> tuple[float, ...]:
+    def graded(self, rewards: Sequence[float]) -> tuple[float, ...]:
         scaled = [(reward - self.low) / (self.high - self.low) for reward in rewards]
         return tuple(min(max(reward, 0.0), 1.0) for reward in scaled)
 
-    def begun(self, entry: int) -> list[float]:
-        """Return alpha and beta of a prompt before its first visit."""
-        return self.forgetting.begun(self.rewards(self.references.get(entry, ())))
+    def tracked(self, entry: int) -> list[float]:
+        """Return alpha and beta of a prompt, before its first visit by its references."""
+        reference = self.graded(self.references.get(entry, ()))
+        return self.counts.get(entry) or self.forgetting.begun(reference)
 
-    def choose(self, data: Chosen, count: int, iteration: int, seed: int) -> list[Prompt]:
-        assert isinstance(data, Tracked)
-        prompts: Sequence[Prompt] = data.prompts
-        if self.multiple is not None:
-            prompts = data.candidates(int(self.multiple * count), iteration, seed)
-        rates = torch.tensor([data.rate(p["entry"]) for p in prompts], dtype=torch.float64)
+    def see(self, name: str, values: Mapping[int, Any]) -> None:
+        super().see(name, values)
+        if name == "drift":
+            self.drifts |= values
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        super().learn(outcomes)
+        for outcome in outcomes:
+            if outcome.rewards:
+                rewards, moved = self.graded(outcome.rewards), self.drifts.get(outcome.entry, 0.0)
+                counts = self.forgetting.visited(self.tracked(outcome.entry), rewards, moved)
+                self.counts[outcome.entry] = counts
+        self.drifts = {}
+
+    def rate(self, entry: int) -> float:
+        """Return the tracked success rate of a prompt."""
+        alpha, beta = self.tracked(entry)
+        return alpha / (alpha + beta)
+
+    def score(self, prompts: Sequence[Prompt], rng: Rng) -> Sequence[float]:
+        rates = torch.tensor([self.rate(p["entry"]) for p in prompts], dtype=torch.float64)
         weights = (rates * (1 - rates)).clamp(min=0).sqrt() + self.explore
-        # the largest of u^(1 / w) are a sample by weights without repeats (Efraimidis, Spirakis)
-        keys = uniform(prompts, Rng.of(seed, "single_stream", iteration)).log() / weights
-        return best(prompts, keys.tolist(), count)
+        return by_weight(prompts, weights, rng)

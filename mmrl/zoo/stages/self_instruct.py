@@ -13,8 +13,8 @@ from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout.stages import Drawn, Sample, Setup, Stage
-from mmrl.zoo.curricula.curriculum import Around
-from mmrl.zoo.curricula.self_instruct import Instructed
+from mmrl.zoo.curricula.drawing import Around
+from mmrl.zoo.curricula.self_instruct import SelfInstruct
 from rewards.judges.instructions import Filters, new_instruction, pictures_of, request
 from samplers.noise import Rng
 
@@ -26,21 +26,20 @@ class SelfInstruction(Stage):
 
     asked_by = "data: self_instruct"
 
-    def __init__(self, policy: Policy, prompts: Instructed, seed: int):
-        rule = prompts.rule
+    def __init__(self, policy: Policy, prompts: SelfInstruct, seed: int):
         self.policy = policy
         self.prompts = prompts
         self.seed = seed
         self.filters = Filters(
-            forbidden=rule.forbidden,
-            least_words=rule.least_words,
-            most_words=rule.most_words,
-            similarity=rule.similarity,
+            forbidden=prompts.forbidden,
+            least_words=prompts.least_words,
+            most_words=prompts.most_words,
+            similarity=prompts.similarity,
         )
 
     @classmethod
     def build(cls, setup: Setup) -> SelfInstruction | None:
-        if not isinstance(setup.prompts, Instructed):
+        if not isinstance(setup.prompts, SelfInstruct):
             _refuse_inside(setup.prompts)
             return None
         if setup.policy.capabilities.makes != "text":
@@ -89,7 +88,7 @@ class SelfInstruction(Stage):
 def _refuse_inside(prompts: Sequence[Prompt]) -> None:
     while isinstance(prompts, Around):
         prompts = prompts.inner
-        if isinstance(prompts, Instructed):
+        if isinstance(prompts, SelfInstruct):
             raise UserError(
                 "data: put self_instruct around the other data sources, not inside one of them"
             )

@@ -508,7 +508,7 @@ def test_pairs_are_drawn_whole_and_rewarded_by_task(tmp_path):
         for one, two in zip(seen[::2], seen[1::2])
     )
     assert sorted(p["text"] for p in seen if p["task"] == "generate") == [f"g{i}" for i in range(6)]
-    assert len(data.train.over(list(data.train)[1:])) == 10
+    assert len(data.train.restricted(list(data.train)[1:])) == 10
     with pytest.raises(UserError, match="must be even"):
         data.train.batch(3, 0, 0)
     reward = ByTask(
