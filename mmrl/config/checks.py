@@ -40,7 +40,15 @@ from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resol
 from mmrl.config.sections import SECTIONS
 from mmrl.config.values import Location, Place, exists, is_pattern, show
 from mmrl.core.errors import UserError
-from mmrl.core.registry import OBJECTIVES, REWARDS, Plugin, import_file, import_module, is_safe
+from mmrl.core.registry import (
+    DATA,
+    OBJECTIVES,
+    REWARDS,
+    Plugin,
+    import_file,
+    import_module,
+    is_safe,
+)
 from mmrl.core.registry import options as options_of
 from mmrl.policies.capabilities import NOISELESS
 
@@ -105,7 +113,7 @@ def _resolved_plug_ins(
         from_code = supplied.get(section, ())
         resolved = resolve(config[section], registry, config.place((section,)), problems, from_code)
         if isinstance(resolved, Resolved):
-            if _cheap(resolved.entry) and not from_code:
+            if registry is not DATA and _cheap(resolved.entry) and not from_code:
                 # plain values: their own checks cost nothing
                 plug_in = _try(problems, construct, resolved)
                 objective = plug_in if section == "objective" else objective
@@ -206,7 +214,8 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
             for option, reason in built.unfit(policy.entry):
                 yield (objective.place / option).say(reason)
         yield from _blocked(objective, policy)
-        if built is not None and built.single_paths and policy.options.get("tree") is not None:
+        follows = built is not None and built.requires.single_paths
+        if follows and policy.options.get("tree") is not None:
             yield objective.place.say(
                 f"the objective {objective.entry.__name__} follows single paths: remove the "
                 "policy's option tree, whose samples share the steps of theirs"
@@ -216,7 +225,7 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
             isinstance(kernel, Resolved) and kernel.entry.__name__ == "ode"
         )
         known: Any = built or objective.entry
-        if known.visits and still:
+        if known.requires.visits and still:
             yield objective.place.say(f"the objective {objective.entry.__name__} {NOISELESS}")
 
 
@@ -332,7 +341,8 @@ def _rewards(
         cards = {n: described(e.reward.entry, e.reward.options) for n, e in weighted.items()}
         unfit += missing_fields(cards, fields)
     # those that hold others say it when built
-    if path == ("reward",) and getattr(entries.get("objective"), "differentiates", False):
+    objective: Any = entries.get("objective")
+    if path == ("reward",) and objective is not None and objective.requires.differentiates:
         plain = {
             name: entry
             for name, entry in weighted.items()
@@ -418,7 +428,7 @@ def _absent_packages(resolved: Any) -> Iterator[str]:
     """Find what needs a package that is not installed."""
     if not isinstance(resolved, Resolved):
         return
-    package = getattr(resolved.entry, "requires", None)
+    package = getattr(resolved.entry, "needs_package", None)
     if package is not None and find_spec(package) is None:
         yield resolved.place.say(
             f"needs the package {package}: pip install 'multimodal-rl[low-memory]'"

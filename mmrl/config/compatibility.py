@@ -13,7 +13,7 @@ from mmrl.core.errors import called
 from mmrl.core.registry import Plugin
 from mmrl.policies.capabilities import capabilities_of
 
-KINDS = {  # what an objective may need, by its class attribute ``needs``
+KINDS = {  # of which kind decisions may have to be
     "gaussian": "flow and diffusion models",
     "categorical": "models that write tokens",
     "masked": "masked diffusion, whose tokens can be hidden again",
@@ -27,25 +27,26 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
     is."""
     from mmrl.policies.contracts import Remasks
 
-    needs = getattr(plug_in, "needs", "")
+    requires: Any = getattr(plug_in, "requires", None)  # advantages are functions: few say it
     can = capabilities_of(policy)
-    if can is None:
+    if can is None or requires is None:
         return None
     name = called(policy)
-    if kind == "objective" and can.decisions == "mixed" and not getattr(plug_in, "mixes", False):
+    if kind == "objective" and can.decisions == "mixed" and not requires.mixes:
         return (
             f"the objective {plug_in.__name__} is for decisions of one kind, and the policy {name} "
             f"has tokens and steps of pictures: choose policy_gradient"
         )
-    if not needs:
+    if not requires.decisions:
         return None
     has: set[str] = {can.decisions}
     if can.decisions == "categorical":
         has |= {"masked"} if Remasks.kept_by(policy) else set()
         has |= {"one pass"} if can.one_pass else set()
-    if needs in has:
+    if requires.decisions in has:
         return None
-    return f"the {kind} {plug_in.__name__} is for {KINDS[needs]}, which the policy {name} is not"
+    models = KINDS[requires.decisions]
+    return f"the {kind} {plug_in.__name__} is for {models}, which the policy {name} is not"
 
 
 def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
@@ -78,12 +79,12 @@ def unfit_for_data(train: TrainOptions, objective: Any, policy: Any) -> Iterator
     or from preferences, or where answers take several iterations; ``policy``: an object or a
     class."""
     yield from unfit_for_parts(train, objective)
-    if objective.sums_kinds and train.loss_agg_mode != "token_mean":
+    if objective.requires.sums_kinds and train.loss_agg_mode != "token_mean":
         yield (
             f"train.loss_agg_mode: {train.loss_agg_mode}, but the objective sums two losses, each "
             f"a mean over its own points: leave it token_mean"
         )
-    if objective.supervised:
+    if objective.requires.supervised:
         yield from unfit_for_sft(train)
         if train.preferences is not None:
             yield "train.preferences: sft learns one answer by heart: choose dpo, or leave it out"
@@ -96,9 +97,9 @@ def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
     """Say why answers of others cannot be trained on: of a picture or a video nobody knows the
     path, so that only losses of finished samples learn from one; None if they can."""
     can = capabilities_of(policy)
-    if objective.imitates:
+    if objective.requires.imitates:
         return None  # it learns from the finished picture
-    if can is None or can.decisions != "gaussian" or objective.reads == "sample":
+    if can is None or can.decisions != "gaussian" or objective.requires.reads == "sample":
         return None
     return next(effects.pathless(train), None)
 
@@ -112,7 +113,7 @@ def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[s
             f"train.reward_gradients: it weighs several rewards against each other, and there "
             f"is {trained} with a weight; add one, or leave it out"
         )
-    if objective is not None and objective.differentiates:
+    if objective is not None and objective.requires.differentiates:
         yield (
             "train.reward_gradients: the objective follows the gradient of the rewards itself; "
             "leave it out"
@@ -124,7 +125,7 @@ def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[s
 def renamed_rows(train: TrainOptions, objective: Any) -> Iterator[str]:
     """Say what gives rows other names, by which an objective that follows the reward's gradient
     draws the noise of their paths again."""
-    if objective is not None and objective.differentiates:
+    if objective is not None and objective.requires.differentiates:
         yield from effects.renaming(train)
 
 
@@ -133,7 +134,7 @@ def not_to_be_skipped(train: TrainOptions, objective: Any) -> str | None:
     if not train.skip_zero_advantage or objective is None:
         return None
     name = type(objective).__name__
-    if not objective.proportional:
+    if not objective.requires.proportional:
         return (
             f"train.skip_zero_advantage: the loss of {name} is not proportional to the advantage: "
             "leave it out, or choose policy_gradient, masked or awm"
@@ -152,7 +153,7 @@ def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
     if parts is None:
         return
     yield from effects.unsuited_to_parts(train, parts)
-    if objective.visits and not objective.corrects:
+    if objective.requires.visits and not objective.requires.corrects:
         yield (
             f"train.{parts}: tokens of older weights need a correction: set "
             "objective.policy_gradient.importance_sampling, such as {mode: truncate, cap: 2.0}"
@@ -177,8 +178,9 @@ def blocked(objective: Any, estimator: Any, options: Mapping[str, Any]) -> str |
     pass; None if it can."""
     if not options.get("block_causal"):
         return None
-    remasks = objective.needs == "masked" and not getattr(estimator, "visits_only", False)
-    if not (remasks or objective.supervised):
+    requires = objective.requires
+    remasks = requires.decisions == "masked" and not getattr(estimator, "visits_only", False)
+    if not (remasks or requires.supervised):
         return None
     return (
         "with the policy's option block_causal a pass sees one hidden block, and this objective or "

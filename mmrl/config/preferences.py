@@ -63,7 +63,7 @@ def unfit_for_preferences(
     can = capabilities_of(policy)
     if can is not None and not Demonstrates.kept_by(policy):
         yield "train.preferences: this policy takes no answers of others: it has no demonstrate"
-    if not objective.offline:
+    if not objective.requires.offline:
         yield (
             "train.preferences: the objective learns from what the policy samples itself; choose "
             "one that compares finished answers, such as dpo, ipo, simpo, kto, real or, for flow "
@@ -72,14 +72,14 @@ def unfit_for_preferences(
     elif (
         can is not None
         and can.decisions == "gaussian"
-        and objective.reads != "sample"
+        and objective.requires.reads != "sample"
         and getattr(objective, "num_noise_draws", 1) is None
     ):
         yield (
             "train.preferences: nobody knows the sampler's path to a picture that was made "
             "elsewhere: set the objective's num_noise_draws, or choose diffusion_dpo"
         )
-    if preferences.label is not None and not objective.unpaired:
+    if preferences.label is not None and not objective.requires.unpaired:
         yield (
             "train.preferences.label: the objective compares two answers to a prompt; choose kto, "
             "or give pairs"

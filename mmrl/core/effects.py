@@ -1,5 +1,6 @@
 """Declares what an option does to an iteration, once, where the option is written: a stage has
-``effects``, any other option has them in its annotation, ``Annotated[int, Effects(...)]``.
+``effects``, any other option has them in its annotation, ``Annotated[int, Effects(...)]``; and what
+an objective or an advantage needs, in its ``requires``.
 
 ``mmrl.config.effects`` derives from it what goes with what: no list elsewhere names an option.
 """
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Resumes = Literal["free", "warned", "refused"]
+Reads = Literal["path", "decisions", "sample"]  # states of a path that somebody needs
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,42 @@ class Effects:
 FREE_AT_RESUME = Effects(resumes="free")  # where, how fast, what is kept of it: not what is learned
 REFUSED_AT_RESUME = Effects(resumes="refused")  # the run would be another
 CHOOSES_WEIGHTS = Effects(resumes="refused", chooses_weights=True)
+
+
+@dataclass(frozen=True)
+class Requires:
+    """States what an objective needs and does: of a class, before a model is built, and of an
+    instance, whose options may change it. An advantage states ``decisions`` alone."""
+
+    # of which kind the policy's decisions must be; "": any
+    decisions: Literal["", "gaussian", "categorical", "masked", "one pass"] = ""
+    # trains tokens and steps of pictures in one sample
+    mixes: bool = False
+    # states of a path that it needs: all, those before and after decisions, the finished one
+    reads: Reads = "path"
+    # evaluates steps with noise: a sampler without any is refused
+    visits: bool = False
+    # samples must not share steps of their paths, as those of trees do
+    single_paths: bool = False
+    # learns from answers in the data: see ``mmrl.objectives.supervised``
+    supervised: bool = False
+    # learns from compared answers that others made (``train.preferences``), and from single ones
+    offline: bool = False
+    unpaired: bool = False
+    # learns from finished pictures of others
+    imitates: bool = False
+    # uses advantages; else the rewards are only measured
+    compares: bool = True
+    # the loss of a row of advantage 0 has no gradient but that of ``extra_terms``
+    proportional: bool = False
+    # follows the gradient of the rewards, which ``attach`` hands over
+    differentiates: bool = False
+    # corrects for samples of another engine or of older weights
+    corrects: bool = False
+    # has points of several kinds: its loss is the sum of their means, and their passes are unlike
+    sums_kinds: bool = False
+
+    def states_read(self) -> Reads:
+        """Return which states of paths are kept: without steps with noise, the finished one
+        alone."""
+        return "sample" if self.reads == "decisions" and not self.visits else self.reads

@@ -317,7 +317,7 @@ def _taken(entry: Plugin) -> str:
 
 def _not_derived(objective: Plugin) -> str:
     """Say that a class with the methods of an objective declares none of what checks ask for."""
-    declares = hasattr(objective, "supervised")
+    declares = hasattr(objective, "requires")
     return "" if declares else "it does not derive from mmrl.objectives.Objective, as it must"
 
 
@@ -420,7 +420,7 @@ def look_in(folder: Path) -> None:
 
 
 POLICIES = Registry("policy", group="mmrl.policies", has=("rollout", "decode"))
-OBJECTIVES = Registry("objective", has=("reads", "loss"), refuses=_not_derived)
+OBJECTIVES = Registry("objective", has=("points", "loss"), refuses=_not_derived)
 ADVANTAGES = Registry("advantage", takes=("rewards", "rollout"))
 REWARDS = Registry("reward", takes=("media", "prompts"), least=1)
 DATA = Registry("data source", group="mmrl.data")

@@ -148,7 +148,7 @@ class Session:
         objective = self.config.build("objective", OBJECTIVES)
         train = self.source.train
         rows = self.source.train
-        if objective.supervised:
+        if objective.requires.supervised:
             rows = [*rows, *self.source.held_out]
         if isinstance(objective, ChecksRows):
             objective.check(self.policy, rows)
@@ -378,14 +378,14 @@ def supervised(configuration: Config) -> bool:
     name = spec if isinstance(spec, str) else next(iter(spec), "")
     if configuration.section("train", TrainOptions).preferences is not None:
         return True
-    entry: Any = OBJECTIVES.find(name)
-    return bool(entry.supervised)
+    objective: Any = OBJECTIVES.find(name)
+    return bool(objective.requires.supervised)
 
 
 def compares(configuration: Config) -> bool:
     """Tell whether the samples of a prompt are compared."""
     objective = configuration.build("objective", OBJECTIVES)
-    return not supervised(configuration) and objective.compares
+    return not supervised(configuration) and objective.requires.compares
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:

@@ -90,7 +90,7 @@ class Run:
         rewards = {name: r for name, r in session.scorer.rewards.items() if weights[name]}
         options = session.config.section("alarms", AlarmOptions)
         watched = [name for name, weight in weights.items() if not weight]
-        alone = self.trainer.objective.proportional and not self.trainer.stages
+        alone = self.trainer.objective.requires.proportional and not self.trainer.stages
         self.alarms = Alarms(options, watched, rewards, alone)
         self.alarms.recall(self.log.past, self.log.past_alarms)
         self.recount(self.log.past)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmrl.core.added_options import keep_constructor
 from mmrl.core.distributions import Dist
+from mmrl.core.effects import Requires
 from mmrl.core.types import Fields, Media, Point, Prompt, Rollout
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 Differentiable = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> [B], with gradient
@@ -28,35 +29,8 @@ Differentiable = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> 
 class Objective(ABC):
     """Says where to look and what to minimise; all else a subclass may leave as it is."""
 
-    # What a class needs, read before a model is built.
-    # "gaussian", "categorical", "masked" or "one pass" decisions; "": any
-    needs: ClassVar[str] = ""
-    # trains tokens and steps of pictures in one sample
-    mixes: ClassVar[bool] = False
-    # states of a path that are looked at: all, those before and after decisions, the finished one
-    reads: ClassVar[Reads] = "path"
-    # looks at steps with noise: a sampler without any is refused
-    visits: bool = False
-    # learns from answers in the data: see ``mmrl.objectives.supervised``
-    supervised: ClassVar[bool] = False
-    # learns from compared answers that others made (``train.preferences``), and from single ones
-    offline: ClassVar[bool] = False
-    unpaired: ClassVar[bool] = False
-    # the loss of a row of advantage 0 has no gradient but that of terms which an instance may add
-    proportional: ClassVar[bool] = False
+    requires: Requires = Requires()
 
-    # options of a base that a class does not take, as it fills them in itself
-    not_options: Collection[str] = ()
-
-    # What an instance uses.
-    compares: bool = True  # looks at advantages; else the rewards are only measured
-    # follows the gradient of the rewards, which ``attach`` hands over
-    differentiates: bool = False
-    # has points of several kinds: its loss is the sum of their means, and their passes are unlike
-    sums_kinds: bool = False
-    single_paths: bool = False  # samples must not share steps of their paths, as those of trees do
-    corrects: bool = False  # for samples of another engine or older weights
-    imitates: bool = False  # learns from finished pictures of others
     behavior_policy: str = "live"  # the weights that sample: the live ones or a snapshot
     snapshots: tuple[str, ...] = ()  # those to keep
     # how far below and above 1 a ratio is not clipped; the gate of the log-probs is as narrow
@@ -66,11 +40,6 @@ class Objective(ABC):
         """Let fields of a subclass be options beside those of its base, whose constructor stays."""
         super().__init_subclass__(**options)
         keep_constructor(cls)
-
-    def states_read(self) -> Reads:
-        """Return which states of paths are looked at, of one that is built: without steps with
-        noise, as ``visits`` says, the finished one alone."""
-        return "sample" if self.reads == "decisions" and not self.visits else self.reads
 
     @abstractmethod
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:

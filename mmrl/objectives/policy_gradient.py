@@ -3,14 +3,16 @@ terms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.config.compatibility import unsuited
 from mmrl.core.distributions import Dist
+from mmrl.core.effects import Requires
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, SURROGATES
@@ -22,7 +24,7 @@ from mmrl.objectives.surrogates import Width, ppo
 from mmrl.objectives.terms import TERMS
 from mmrl.objectives.terms.base import Scored, decisions_of, in_one
 from mmrl.objectives.terms.composed import Composed
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 
@@ -37,11 +39,9 @@ class PolicyGradient(Composed, Couples):
     Surrogates of whole samples see all decisions of a row, in however many passes they are scored.
     """
 
-    # looks at decisions on the path: a sampler without noise has none
-    visits = True
-    reads: ClassVar[Reads] = "decisions"
-    proportional = True
-    mixes = True
+    # evaluates decisions on the path: a sampler without noise has none
+    requires = Requires(mixes=True, reads="decisions", visits=True, proportional=True)
+    not_options: Collection[str] = ()
     term_types = TERMS
 
     def __init__(
@@ -58,7 +58,8 @@ class PolicyGradient(Composed, Couples):
         self.advantage_clip = advantage_clip
         self.behavior_policy = behavior_policy
         self.clip_bounds = self.surrogate.clip_bounds
-        self.single_paths = self.single_paths or self.surrogate.of_rows
+        if self.surrogate.of_rows:
+            self.requires = replace(self.requires, single_paths=True)
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
         in_parts = self._in_parts(policy)
@@ -75,7 +76,7 @@ class PolicyGradient(Composed, Couples):
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if why := unsuited(type(self), policy):
             raise UserError(why)
-        if self.single_paths and rollout.edge_id is not None:
+        if self.requires.single_paths and rollout.edge_id is not None:
             raise UserError(
                 "the objective looks at whole samples, which share the steps of a tree: leave out "
                 "the policy's option tree, or choose ppo, cispo, sapo, spo or reinforce, without "

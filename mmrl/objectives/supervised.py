@@ -16,6 +16,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from mmrl.core.effects import Requires
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
@@ -39,7 +40,7 @@ LEAST = 1e-3  # smallest share of hidden tokens under the bound, LLaDA's: the we
 class Supervised(ChecksRows):
     """Learns from answers that the data hold: nothing is sampled, rewarded or compared."""
 
-    supervised: ClassVar[bool] = True
+    requires = Requires(supervised=True)
 
     @abstractmethod
     def answers(self, policy: Demonstrates, prompts: Sequence[Prompt], rng: Rng) -> list[Any]:

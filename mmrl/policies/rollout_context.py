@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import Tensor
 
+from mmrl.core.effects import Reads as Reads
 from mmrl.core.types import Copies, Fields, Prompt
-
-Reads = Literal["path", "decisions", "sample"]
 
 
 @dataclass(frozen=True, kw_only=True)

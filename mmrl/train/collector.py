@@ -74,11 +74,11 @@ class Collector:
         self.policy = policy
         self.prompts = prompts
         self.scorer = scorer
-        self.advantage = advantage if objective.compares else _equal
+        self.advantage = advantage if objective.requires.compares else _equal
         self.objective = objective
         self.options = options
         self.device = device
-        group_size_may_be_one = objective.supervised or not objective.compares
+        group_size_may_be_one = objective.requires.supervised or not objective.requires.compares
         self.plan = arithmetic(options, device.processes, group_size_may_be_one)
         self.draw: Any = collect.draw  # workers of a cluster may sample in its place
         if options.preferences is not None:
@@ -114,7 +114,7 @@ class Collector:
         for stage in self.stages:
             stage.begin(self.iteration)
         rng = Rng(self._rng("rollout").key).after(sizes, first)
-        if self.objective.supervised:
+        if self.objective.requires.supervised:
             from mmrl.train import supervised
 
             with self.clock.time("demonstrate"):
@@ -168,13 +168,13 @@ class Collector:
         options = self.options
         count = options.prompts_per_iteration
         prompts = batch_of_prompts(self.prompts, count, self.iteration, options.seed)
-        if not isinstance(self.prompts, Curriculum) or self.objective.supervised:
+        if not isinstance(self.prompts, Curriculum) or self.objective.requires.supervised:
             return prompts, options.group_size
         return prompts, self.prompts.copies(prompts, options.group_size, self.iteration)
 
     def sample(self, prompts: list[Prompt], rng: Rng, copies: Copies) -> Drawn:
         """Sample answers to the prompts with the behaviour weights, and score them."""
-        context = RolloutContext(self.iteration, self.objective.states_read())
+        context = RolloutContext(self.iteration, self.objective.requires.states_read())
         for stage in self.stages:
             context = stage.context(context)
         with self.clock.time("rollout"), self._behavior():

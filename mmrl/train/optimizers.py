@@ -30,7 +30,7 @@ def requires(package: str) -> Callable[[Made], Made]:
     check reads the mark, so that nothing is loaded in vain."""
 
     def marked(entry: Made) -> Made:
-        entry.requires = package  # type: ignore[attr-defined]
+        entry.needs_package = package  # type: ignore[attr-defined]
         return entry
 
     return marked

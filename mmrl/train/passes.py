@@ -82,7 +82,7 @@ class Passes:
         trained: Iterable[Point] = minibatches.passes(
             points, rows, self.policy.keep_groups_together
         )
-        if self.objective.sums_kinds or self.policy.capabilities.decisions == "mixed":
+        if self.objective.requires.sums_kinds or self.policy.capabilities.decisions == "mixed":
             count, passes = self._by_kind(batch, points, rows, rng, iter(trained))
         else:
             needed = points.passes(rows)

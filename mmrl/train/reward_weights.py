@@ -38,8 +38,9 @@ class RewardWeights:
 
     def suits(self, objective: Objective, policy: Policy, scales_loss: bool) -> None:
         """Raise UserError where gradients of single rewards cannot be had."""
+        follows = objective.requires.differentiates
         for applies, reason in (
-            (objective.differentiates, "the objective follows the gradient of the rewards itself"),
+            (follows, "the objective follows the gradient of the rewards itself"),
             (scales_loss, "fp16 scales the loss: use train.precision bf16"),
             (sharded(policy.net), "parameters are sharded, and their gradients with them"),
         ):

@@ -69,7 +69,8 @@ class Trainer(Collector):
         checks.whole_questions(prompts, self.plan.prompts_per_process)
         checks.one_size(prompts, options)
         differentiable = getattr(scorer, "differentiable", None)
-        if isinstance(objective, FollowsReward) and objective.differentiates and differentiable:
+        follows = objective.requires.differentiates
+        if follows and differentiable and isinstance(objective, FollowsReward):
             objective.attach(differentiable)
         self.attach()
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
@@ -96,7 +97,7 @@ class Trainer(Collector):
         with self._likelihoods(), self.divergence.explained():
             batch = self.collect()
             metrics = self.update.run(batch)
-        if isinstance(self.prompts, Curriculum) and not self.objective.supervised:
+        if isinstance(self.prompts, Curriculum) and not self.objective.requires.supervised:
             rollout, rewards = batch.sampled
             self.prompts.see_update(metrics)
             self.prompts.learn(advantages.outcomes(rewards, rollout))
@@ -120,8 +121,9 @@ class Trainer(Collector):
 
         prompts = self.next_prompts()[0][: self.plan.prompts_per_process]
         policy = MeasuresPasses.of(self.policy)
-        trial = policy.trial(prompts, self.options.group_size, self.objective.states_read())
-        if self.objective.supervised or self.options.preferences is not None:
+        requires = self.objective.requires
+        trial = policy.trial(prompts, self.options.group_size, requires.states_read())
+        if requires.supervised or self.options.preferences is not None:
             trial = replace(trial, sampled=())
         with self.clock.time("measure_passes"):
             rows, sentence = fastest(self.policy, trial, self.plan, self.options.epochs)
@@ -151,7 +153,7 @@ class Trainer(Collector):
 
             with self._likelihoods():
                 return held_out_preferences(self.policy, passes, self.draw, prompts, seed)
-        if not self.objective.supervised:
+        if not self.objective.requires.supervised:
             return {}
         from mmrl.train import supervised
 

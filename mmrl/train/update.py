@@ -173,7 +173,8 @@ class Update:
         earlier iterations keep what they have.
         """
         steps = self.plan.steps * self.options.epochs
-        if self.objective.supervised or not logprob_gate.rescores(self.options, self.policy, steps):
+        supervised = self.objective.requires.supervised
+        if supervised or not logprob_gate.rescores(self.options, self.policy, steps):
             return batch
         rollout = batch.rollout
         places = torch.arange(rollout.logprob.numel(), device=rollout.logprob.device).double()

@@ -272,7 +272,7 @@ def page(family: Family) -> str:
         filling = [p for p in presets() if name in _named(presets()[p], family.key)]
         shipped = [c for c, plain in shipped_configs().items() if name in _named(plain, family.key)]
         facts = [
-            f"- for: {KINDS.get(getattr(entry, 'needs', ''), family.models)}",
+            f"- for: {KINDS.get(decisions_of(entry), family.models)}",
             *_listed("presets", filling),
             *_listed("configurations", shipped),
             f"- in a configuration: `{family.line.format(name=name)}`",
@@ -280,6 +280,12 @@ def page(family: Family) -> str:
         ]
         parts.append(f"## `{name}`\n\n{_text(entry)}\n\n" + "\n".join(facts) + "\n" + _table(entry))
     return "\n".join(parts)
+
+
+def decisions_of(entry: object) -> str:
+    """Return of which kind the decisions must be that a method trains; "": any."""
+    requires = getattr(entry, "requires", None)
+    return "" if requires is None else str(requires.decisions)
 
 
 def regularisers() -> str:

@@ -75,7 +75,7 @@ def test_every_advantage_works_for_every_family(name, kind, rollout):
     if not ADVANTAGES[name].__module__.startswith(("mmrl.advantages", "mmrl.zoo.advantages")):
         pytest.skip("of another test")
     advantage = ADVANTAGES.build(name, **CHOSEN.get(name, {}))
-    needs_tokens = getattr(ADVANTAGES[name], "needs", "") == "categorical"
+    needs_tokens = hasattr(ADVANTAGES[name], "requires")
     latents = kind in ("flow", "diffusion", "video", "tree")
     if name in NEEDS_TREE and kind not in TREES or needs_tokens and latents:
         with pytest.raises(UserError, match="tree|tokens|record_entropy"):

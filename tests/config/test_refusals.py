@@ -189,7 +189,7 @@ def test_a_resume_may_change_what_it_might():
 
 
 def test_an_objective_that_declares_nothing_is_refused():
-    mine = type("Mine", (), {"reads": "path", "loss": lambda self, policy, point: None})
+    mine = type("Mine", (), {"points": None, "loss": lambda self, policy, point: None})
     assert "derive from mmrl.objectives.Objective" in OBJECTIVES.unfit(mine)
     assert not any(OBJECTIVES.unfit(entry) for entry in OBJECTIVES.values())
 

@@ -55,7 +55,7 @@ def test_every_stage_is_valid_and_its_rows_are_as_it_reads_them(name, stage):
     source = loaded.build("data", DATA)
     check_needs(loaded, source, {})
     objective = loaded.build("objective", OBJECTIVES)
-    if objective.supervised and name.startswith("vlm"):
+    if objective.requires.supervised and name.startswith("vlm"):
         objective.check(policy_of(), [*source.train, *source.held_out])
 
 

@@ -430,7 +430,7 @@ def toy_points(
     """The toy policy and the points of an objective; skips what is refused for this family in so
     many words."""
     policy = toys.make(family, double=True)
-    if objective.differentiates:
+    if objective.requires.differentiates:
         objective.attach(toys.smooth_reward)
     if isinstance(objective, Distill):
         objective.teachers, objective.loaded = [Teacher(partial(another, family))], []
@@ -515,13 +515,13 @@ def test_the_first_gradient_is_finite_and_moves_something(objective, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_advantage_there_is_no_gradient(objective, family):
-    if objective.supervised:
+    if objective.requires.supervised:
         pytest.skip("answers of the data have no advantage")
     """Unless there is another reason to move, a KL for instance, which at the reference is 0 and
     flat."""
-    if objective.differentiates:
+    if objective.requires.differentiates:
         pytest.skip("follows the reward's gradient, not the advantage")
-    if not objective.compares:
+    if not objective.requires.compares:
         pytest.skip("looks at no advantage")
     policy, points = toy_points(objective, family, advantage=0.0)
     assert gradient(policy, points, objective).abs().max() < 1e-12

@@ -159,8 +159,8 @@ def test_a_policy_answers_every_prompt_as_often_as_it_is_told(family):
 class Uneven(DATA["knapsack"]):
     """Gives the prompts 2, 4, 2, 8 samples ... whatever they earned."""
 
-    def shares(self, records, group_size):
-        return [(2, 4, 2, 8)[i % 4] for i in range(len(records))]
+    def copies(self, prompts, group_size, iteration):
+        return [(2, 4, 2, 8)[i % 4] for i in range(len(prompts))]
 
 
 @pytest.mark.parametrize("family", toys.POLICIES)

@@ -102,6 +102,13 @@ def test_a_missing_file_inside_a_mixture_is_named_before_anything_is_built():
         config.check(found)
 
 
+def test_a_check_reads_no_data(monkeypatch):
+    """The options of a curriculum are fields; building it would read what it is wrapped around."""
+    monkeypatch.setattr(Replay, "__post_init__", lambda self, of: pytest.fail("it was built"))
+    file = Path(__file__).resolve().parents[2] / "configs/digits/flow_grpo.yaml"
+    config.check(config.load(file, ["data={replay: {of: {digits: {kind: pairs}}}}"]))
+
+
 class Short:
     """A policy that cannot take every other prompt."""
 

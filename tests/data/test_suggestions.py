@@ -11,7 +11,7 @@ from mmrl.advantages import dr_grpo
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
-from mmrl.data.base import Outcome, batch
+from mmrl.data.base import Outcome, batch, pick
 from mmrl.objectives import PolicyGradient
 from mmrl.scoring.scorer import Scorer
 from mmrl.train.optimizers import adamw
@@ -53,6 +53,13 @@ def test_prompts_that_stay_hard_are_asked_with_their_hint():
     assert texts(data, 3)[0].startswith("q0\n") == (data.statistics[0].mean < 0.5)
     data.learn(told([1, 0.9, 0.2, 1, 1]))
     assert texts(data, 4)[0] == "q0", "hard no more"
+
+
+def test_prompts_that_take_the_place_of_others_are_asked_with_their_hint():
+    """As dynamic sampling picks them: what a curriculum changes, it changes there too."""
+    data = Suggestions(Plain(), after=1, share=1.0).train
+    data.learn(told([0, 0, 0, 0, 0]))
+    assert pick(data, 0.0, 1)["text"] == "q0\nHint: look at 0"
 
 
 def test_hints_act_inside_a_selection_and_need_their_field():

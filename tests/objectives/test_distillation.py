@@ -210,7 +210,7 @@ def test_beside_rewards_it_is_added_to_their_policy_gradient():
     alone = Distill([teacher(lambda: moved(make()))])
     mixed = Distill([teacher(lambda: moved(make()))], reward_weight=0.5, clip_range=0.1)
     plain = config.build({"policy_gradient": {"clip_range": 0.1}}, OBJECTIVES)
-    assert mixed.compares and not alone.compares
+    assert mixed.requires.compares and not alone.requires.compares
     (point,) = points_of(policy, mixed, toys.prompts(2))
     alone.meet(policy)
     point = point.replace(advantage=torch.linspace(-1, 1, len(point), dtype=torch.float64)[:, None])

@@ -98,7 +98,7 @@ def points_of(policy, objective, prompts):
     for name in objective.snapshots:
         policy.weights.keep(name)
     objective.meet(policy)
-    if objective.supervised:
+    if objective.requires.supervised:
         rollout = policy.demonstrate(prompts, [p["answer"] for p in prompts], Rng.of("a"))
     else:
         with torch.no_grad():
@@ -262,7 +262,7 @@ def trainer_of(objective, steps=1, count=32, lr=3e-3, **options):
     return Trainer(
         policy,
         rows(64),
-        Scorer.nothing() if objective.supervised else Scorer({"any": toys.reward}),
+        Scorer.nothing() if objective.requires.supervised else Scorer({"any": toys.reward}),
         ADVANTAGES["dance_grpo"],
         objective,
         partial(adamw, lr=lr),

@@ -90,7 +90,8 @@ def test_without_a_weight_nothing_is_changed():
     assert torch.equal(alone.state, matched.state) and type(matched.step) is SamplerState
     assert all(type(point.step) is Transition for point in decisions) and len(decisions) == 2
     assert torch.equal(plain.loss(policy, alone), mixed.loss(policy, matched))
-    assert not plain.compares and not plain.visits and mixed.compares and mixed.visits
+    assert not plain.requires.compares and not plain.requires.visits
+    assert mixed.requires.compares and mixed.requires.visits
     assert plain.state_dict() == {} and plain.snapshots == ("fake",) == mixed.snapshots
 
 
@@ -154,7 +155,7 @@ def test_consistency_beside_rewards_by_a_loop():
     plain = Consistency(teacher=teacher, teacher_steps=10)
     mixed = Consistency(teacher=teacher, teacher_steps=10, reward_weight=0.4)
     mixed.attach(toys.smooth_reward)
-    assert mixed.differentiates and not plain.differentiates
+    assert mixed.requires.differentiates and not plain.requires.differentiates
     (point,) = points_of(policy, plain, rows(6))
     (same,) = points_of(policy, mixed, rows(6))
     slopes = []

@@ -83,7 +83,7 @@ PAIRS = [
     # take the place of rewards: test_distillation.py, test_few_step.py; laser needs a token behind
     # answers, which toys have not: tests/policies/vlm/test_self_scores.py
     if not unsuited(entry, KIND[kind])
-    and not getattr(entry, "supervised", False)
+    and not entry.requires.supervised
     and name not in ("laser", "distill", "dmd")
 ]
 
@@ -163,7 +163,7 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
         (tmp_path / "run.yaml").write_text(
             WHOLE.format(policy="sd3", reward="digits", objective=chosen)
         )
-        if not entry.visits or unsuited(entry, POLICIES["sd3"]):
+        if not entry.requires.visits or unsuited(entry, POLICIES["sd3"]):
             continue
         read(tmp_path / "run.yaml", [])
         with pytest.raises(
@@ -171,7 +171,7 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
         ):
             read(tmp_path / "run.yaml", [silent])
     flow = {name for name, entry in OBJECTIVES.items() if not unsuited(entry, POLICIES["sd3"])}
-    assert {name for name in flow if OBJECTIVES[name].visits} == {
+    assert {name for name in flow if OBJECTIVES[name].requires.visits} == {
         "policy_gradient",
         "distill",
         "grpo_guard",
@@ -186,7 +186,7 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
 
 
 def test_an_objective_that_follows_the_rewards_gradient_is_refused_for_one_without(tmp_path):
-    follow = {name for name, entry in OBJECTIVES.items() if entry.differentiates}
+    follow = {name for name, entry in OBJECTIVES.items() if entry.requires.differentiates}
     assert follow == {"draft", "adjoint_matching"}
     for objective in sorted(follow):
         for reward, fine in (("digits", True), ("jpeg_compressibility", False)):

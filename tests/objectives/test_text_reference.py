@@ -336,7 +336,7 @@ def test_every_preset_builds(name):
     )
     config.build(sections["advantage"], ADVANTAGES)
     decisions = presets()[name]["decisions"]
-    needs = config.build(sections["objective"], OBJECTIVES).needs
+    needs = config.build(sections["objective"], OBJECTIVES).requires.decisions
     assert needs in ("", "one pass" if decisions == "categorical" else decisions, decisions)
     assert TrainOptions(**sections["train"]).group_size == 4
 

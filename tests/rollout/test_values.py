@@ -128,7 +128,7 @@ def test_every_family_is_drawn_by_and_compared_with_its_value_model(family, monk
     data, trainer = made()
     metrics = [trainer.iterate() for _ in range(4)]
     assert metrics[-1]["prompt_value/error"] < metrics[0]["prompt_value/error"]
-    candidates = data.candidates(8, 4, 0)
+    candidates = data.drawn(8, 4, 0)
     predicted = data.network(candidates)
     gaps = [abs(value - 0.5) for value in predicted]
     order = sorted(range(len(gaps)), key=lambda i: gaps[i])

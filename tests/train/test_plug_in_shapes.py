@@ -4,6 +4,7 @@ function, the shape it gave and the shape it must give: most of them broadcast i
 import pytest
 
 from mmrl import advantages
+from mmrl.core.effects import Requires
 from mmrl.core.errors import UserError
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.base import Objective
@@ -26,8 +27,7 @@ def elementwise(logp, old, advantage, mask):
 class PerRow(Objective):
     """A loss of a row in place of one of every decision."""
 
-    reads = "decisions"
-    visits = True
+    requires = Requires(reads="decisions", visits=True)
 
     def points(self, policy, rollout, rng):
         return policy.path(rollout)

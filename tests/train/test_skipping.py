@@ -110,7 +110,7 @@ def test_what_moves_rows_of_advantage_0_is_refused(name, tmp_path):
         with pytest.raises(UserError, match="objective's kl also moves"):
             read_named(configuration, change)
         read_named(configuration, [*change, "objective.awm.kl=0.0"])
-    elif getattr(OBJECTIVES[name], "needs", "") in ("", "gaussian"):
+    elif OBJECTIVES[name].requires.decisions in ("", "gaussian"):
         with pytest.raises(UserError, match="not proportional to the advantage"):
             read_named(configuration, change)
 

@@ -153,7 +153,7 @@ def _sampled(report: Report, policy: FlowPolicy) -> Report:
     plan = planned(policy, report.train.group_size, FIXED)
     shape = policy.shape
     objective = report.configuration.build("objective", OBJECTIVES)
-    context = RolloutContext(reads=objective.states_read())
+    context = RolloutContext(reads=objective.requires.states_read())
     states = len(planned(policy, report.train.group_size, FIXED, context).stored)
     critic = objective.critic() if isinstance(objective, HasCritic) else None
     stored = (
@@ -167,7 +167,7 @@ def _sampled(report: Report, policy: FlowPolicy) -> Report:
         stored=stored,
         offload=policy.offload_trajectory,
         critic_steps=0 if critic is None else critic.steps,
-        critic_beside=critic is not None and objective.sums_kinds,
+        critic_beside=critic is not None and objective.requires.sums_kinds,
     )
 
 

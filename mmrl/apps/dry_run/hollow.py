@@ -144,7 +144,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     if isinstance(objective, HasTeacher):
         objective.stand_in(policy)
     prompts: list[Prompt] = [{"text": str(i)} for i in range(options.prompts_per_iteration)]
-    if objective.supervised:  # its answers are encoded outside of the network
+    if objective.requires.supervised:  # its answers are encoded outside of the network
         prompts = [{**prompt, objective.field: torch.zeros(3, 1, 1)} for prompt in prompts]
         policy.media_size = policy.media_frames = None
         vars(policy)["encode_media"] = partial(_encoded, policy.shape)
@@ -159,7 +159,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     )
     snapshots = trainer.snapshots()
     # what it does depends on its rewards' gradients
-    if trainer.objective.differentiates:
+    if trainer.objective.requires.differentiates:
         rollout = trainer.collect().rollout
         return Counted(
             policy.report.forwards,

@@ -60,7 +60,7 @@ def misfits(configuration: Config) -> Iterator[str]:
         )
     yield from effects.unsuited_to_workers(train, ahead=options.staleness > 0)
     objective = configuration.build("objective", OBJECTIVES)
-    if objective.supervised or train.preferences is not None:
+    if objective.requires.supervised or train.preferences is not None:
         yield "ray.rollout_workers: the objective learns from answers, and nothing is sampled"
     if options.staleness:
         yield from _uncorrected(objective)
@@ -68,9 +68,9 @@ def misfits(configuration: Config) -> Iterator[str]:
 
 def _uncorrected(objective: Any) -> Iterator[str]:
     """Say why an objective cannot learn from samples of older weights."""
-    if objective.differentiates:
+    if objective.requires.differentiates:
         yield "ray.staleness: the objective follows gradients through its own samples: set it to 0"
-    if objective.visits and not objective.corrects:
+    if objective.requires.visits and not objective.requires.corrects:
         yield (
             "ray.staleness: samples of older weights need a correction: set "
             "objective.policy_gradient.importance_sampling, such as {mode: truncate, cap: 2.0}, or "
@@ -153,7 +153,7 @@ class RolloutWorkers:
             raise RuntimeError(f"iteration {iteration} was sampled ahead for other prompts")
         rollout, media = self._joined(policy, job.samples.result())
         self.age = iteration - job.iteration
-        if self.age and self.trainer.objective.visits:
+        if self.age and self.trainer.objective.requires.visits:
             rollout = corrected(policy, rollout)
         return rollout, media, lambda: collect.scored(scorer, media, rollout)
 
@@ -176,7 +176,7 @@ class RolloutWorkers:
             trainer.prompts, options.prompts_per_iteration, later, options.seed
         )
         rng = Rng(Rng.of(options.seed, later, "rollout").key).after(options.group_size, first)
-        context = RolloutContext(later, trainer.objective.states_read())
+        context = RolloutContext(later, trainer.objective.requires.states_read())
         prompts = every[first : first + plan.prompts_per_process]
         return self._begin(now, prompts, options.group_size, rng, context)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -40,9 +40,12 @@ class Composed(MovesSnapshots, ShapesRewards, WeighsPoints, Stateful):
             vars(self).update({f.name: getattr(term, f.name) for f in fields(term)})
         self.active = [term for term in self.terms if term.active()]
         self.snapshots = tuple(name for term in self.active for name in term.snapshots())
-        self.single_paths = any(term.single_paths() for term in self.active)
-        self.corrects = any(term.corrects for term in self.active)
-        self.imitates = any(term.imitates for term in self.active)
+        self.requires = replace(
+            self.requires,
+            single_paths=any(term.single_paths() for term in self.active),
+            corrects=any(term.corrects for term in self.active),
+            imitates=any(term.imitates for term in self.active),
+        )
 
     def term(self, kind: type[T]) -> T:
         """Return the term of a kind."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmrl.advantages.groups import finished, measured, named
 from mmrl.advantages.normalise import moments
 from mmrl.advantages.presets import grpo
+from mmrl.core.effects import Requires
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout
 from mmrl.zoo.advantages.quantities import entropy as entropy_of
@@ -53,7 +54,7 @@ def edge_grpo(
     return finished(weighted, rewards, groups.present[:, None])
 
 
-vars(edge_grpo)["needs"] = "categorical"
+vars(edge_grpo)["requires"] = Requires("categorical")
 vars(edge_grpo)["records"] = lambda options: ("record_entropy",)
 
 

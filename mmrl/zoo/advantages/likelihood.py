@@ -11,6 +11,7 @@ from torch import Tensor
 from mmrl.advantages.groups import Groups, finished, measured, replaced, reward_called
 from mmrl.advantages.presets import grpo
 from mmrl.advantages.select import ranks
+from mmrl.core.effects import Requires
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout
@@ -105,7 +106,7 @@ def gtpo(
     return shaped * weight
 
 
-vars(gtpo)["needs"] = "categorical"  # the configuration refuses it for others
+vars(gtpo)["requires"] = Requires("categorical")  # the configuration refuses it for others
 vars(gtpo)["records"] = lambda options: ("record_entropy",)
 
 

@@ -102,8 +102,8 @@ class Around(Curriculum):
         self.inner.learn(outcomes)
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {name: copy.copy(vars(self)[name]) for name in self.memory}
-        return kept | {"inner": self.inner.state_dict()}
+        memory = {name: copy.copy(vars(self)[name]) for name in self.memory}
+        return memory | {"inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, read in self.memory.items():

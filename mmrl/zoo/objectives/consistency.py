@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -53,7 +53,7 @@ class Consistency(SFT, HasTeacher, FollowsReward, TracksOld):
     every reward with a weight must then be differentiable.
     """
 
-    needs: ClassVar[str] = "gaussian"
+    requires = replace(SFT.requires, decisions="gaussian")
     place: ClassVar[str] = "objective.consistency"
     not_options = (
         "template",
@@ -79,7 +79,7 @@ class Consistency(SFT, HasTeacher, FollowsReward, TracksOld):
         place = f"{self.place}.teacher"
         self.frozen = few_step.FrozenTeacher(self.teacher, self.guidance_scale, place)
         self.reward: Differentiable | None = None
-        self.differentiates = self.reward_weight > 0
+        self.requires = replace(self.requires, differentiates=self.reward_weight > 0)
         self.snapshots = ("old",) if self.teacher is not None else ("old", "ref")
         try:
             self.grid = self.timestep_schedule(self.teacher_steps)  # [N + 1] from 1 to 0
@@ -96,7 +96,7 @@ class Consistency(SFT, HasTeacher, FollowsReward, TracksOld):
     def stand_in(self, policy: Policy) -> None:
         # what counts passes through the network has no reward whose gradient could be followed
         self.reward_weight = 0.0
-        self.differentiates = False
+        self.requires = replace(self.requires, differentiates=False)
 
     def attach(self, reward: Differentiable) -> None:
         """Take the trainer's rewards, with gradient."""

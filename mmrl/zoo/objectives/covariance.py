@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -44,8 +44,7 @@ class Drawing(Fields):
 
 
 class _Covariance(PolicyGradient):
-    needs = "categorical"
-    proportional = False
+    requires = replace(PolicyGradient.requires, decisions="categorical", proportional=False)
     term_types = tuple(term for term in OF_TOKENS if term is not TopEntropy)
 
     def couples(self, policy: Policy) -> Literal["groups"]:

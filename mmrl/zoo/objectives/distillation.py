@@ -4,7 +4,7 @@ would have done, and the policy moves toward them in closed form."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -57,8 +57,7 @@ class Distill(PolicyGradient, HasTeacher):
     advantage is looked at.
     """
 
-    proportional = False
-    mixes = False
+    requires = replace(PolicyGradient.requires, mixes=False, proportional=False)
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Distill(PolicyGradient, HasTeacher):
         self.weight = weight
         self.divergence = divergence
         self.reward_weight = reward_weight
-        self.compares = reward_weight > 0
+        self.requires = replace(self.requires, compares=reward_weight > 0)
         self.loaded: list[Policy | RemoteTeacher] = []
 
     def extra_terms(self) -> str:

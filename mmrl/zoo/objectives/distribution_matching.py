@@ -4,8 +4,8 @@ distribution, as the difference of two scores says."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mmrl.core.distributed import all_sum
+from mmrl.core.effects import Requires
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.numbers import Count
@@ -25,7 +26,7 @@ from mmrl.objectives.decisions import WHOLE
 from mmrl.objectives.forward_process import mean_square, velocity
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.terms import KLPenalty, TimestepShare, TimestepWeighting
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from mmrl.policies.capabilities import capabilities_of
 from mmrl.policies.contracts import Branches, Demonstrates
 from mmrl.zoo.objectives import few_step
@@ -87,11 +88,7 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
     Its options are those of policy_gradient. Each of the two losses is a mean over its own points.
     """
 
-    needs = "gaussian"
-    reads: ClassVar[Reads] = "path"
-    visits = False
-    proportional = False
-    mixes = False
+    requires = Requires("gaussian")
     not_options = ("behavior_policy",)
     term_types = (TimestepShare, TimestepWeighting, KLPenalty)
 
@@ -118,7 +115,7 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
                 f"objective.dmd.time_range: expected two times from 0 to 1, the first the smaller, "
                 f"not {low:g} and {high:g}"
             )
-        if self.single_paths:
+        if self.requires.single_paths:
             raise UserError(f"objective.dmd.surrogate: it {WHOLE}")
         self.fake_steps = fake_steps
         self.fake_lr = fake_lr
@@ -127,8 +124,10 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
         self.judge = None if gan is None else Judge(gan)
         self.frozen = few_step.FrozenTeacher(teacher, guidance_scale, "objective.dmd.teacher")
         self.shares = (1.0, 1.0)  # of the matching and of the policy gradient, in this step
-        self.single_paths = True
-        self.visits = self.compares = self.sums_kinds = reward_weight > 0
+        follows = reward_weight > 0
+        self.requires = replace(
+            self.requires, single_paths=True, visits=follows, compares=follows, sums_kinds=follows
+        )
         self.snapshots = (FAKE, *(() if teacher is not None else ("ref",)), *self.snapshots)
 
     def extra_terms(self) -> str:
@@ -226,7 +225,7 @@ class FakeScore(Objective):
     """Learns, as any diffusion model does, what the student makes: the denoising loss on what it
     predicts of the data at its own states."""
 
-    needs: ClassVar[str] = "gaussian"
+    requires = Requires("gaussian")
     time_range: Range = (0.02, 0.98)
     judge: Judge | None = None
 

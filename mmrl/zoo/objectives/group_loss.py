@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.core.distributions import Dist
+from mmrl.core.effects import Requires
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
@@ -31,7 +32,7 @@ from mmrl.objectives.forward_process import error, noised
 from mmrl.objectives.kl import Reference, Refresh
 from mmrl.objectives.surrogates import row_sum
 from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from mmrl.policies.capabilities import capabilities_of
 from mmrl.zoo.objectives.following import Following
 from samplers.noise import Rng
@@ -95,10 +96,8 @@ class Samples:
 class GroupLoss(Following, Couples):
     """``of_group``: [R] whose mean over the rows is the loss."""
 
-    offline = True
-    visits = True  # a sampler without noise has no log-ratios of paths
-    reads: ClassVar[Reads] = "decisions"
-    single_paths = True
+    # a sampler without noise has no log-ratios of paths
+    requires = Requires(reads="decisions", visits=True, single_paths=True, offline=True)
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class GroupLoss(Following, Couples):
         self.average = average or num_noise_draws is not None
         self.num_noise_draws = num_noise_draws
         self.timestep_sampler = timestep_sampler
-        self.visits = num_noise_draws is None
+        self.requires = replace(self.requires, visits=num_noise_draws is None)
         self.reference = Reference(anchor if isinstance(anchor, Refresh) else None)
         self.anchored = "old" if anchor == "old" else self.reference.name
         remembered = anchor == "old" and num_noise_draws is None  # by the rollout itself

@@ -158,7 +158,8 @@ class SimPO(_Pairwise):
     log p over the number of decisions, gamma the margin wanted. With ``sft`` it is CPO-SimPO.
     """
 
-    needs = "categorical"  # densities of steps have no scale of their own to compare by
+    # densities of steps have no scale of their own to compare by
+    requires = replace(GroupLoss.requires, decisions="categorical")
     not_options = ("anchor", "average")
 
     def __init__(self, beta: Positive = 2.0, gamma: Natural = 1.0, **options: Any):
@@ -182,7 +183,7 @@ class ORPO(_Pairwise):
     geometric mean of the probabilities of an answer's decisions, odds are p / (1 - p).
     """
 
-    needs = "categorical"  # odds are of tokens
+    requires = replace(GroupLoss.requires, decisions="categorical")  # odds are of tokens
     not_options = ("anchor", "average", "sft")
 
     def __init__(self, weight: Positive = 0.1, **options: Any):
@@ -216,7 +217,7 @@ class KTO(GroupLoss):
     desirable_weight, undesirable_weight: lambda_D, lambda_U.
     """
 
-    unpaired = True
+    requires = replace(GroupLoss.requires, unpaired=True)
 
     def __init__(
         self,

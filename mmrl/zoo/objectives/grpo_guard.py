@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Guard(PolicyGradient):
     as the official code does. All else as in policy_gradient.
     """
 
-    needs = "gaussian"
+    requires = replace(PolicyGradient.requires, decisions="gaussian")
     not_options = ("surrogate",)
     term_types = (TimestepShare, KLPenalty)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -34,8 +35,7 @@ class HAPO(PolicyGradient):
     adaptive_temperature. Others as in policy_gradient.
     """
 
-    needs = "categorical"
-    proportional = False
+    requires = replace(PolicyGradient.requires, decisions="categorical", proportional=False)
     not_options = ("surrogate", "clip_range")
     term_types = OF_TOKENS
     scale: EntropyScale | None = None  # of this iteration

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -65,8 +65,7 @@ class LaSeR(PolicyGradient):
     as in policy_gradient.
     """
 
-    needs = "one pass"
-    proportional = False
+    requires = replace(PolicyGradient.requires, decisions="one pass", proportional=False)
     term_types = OF_TOKENS
 
     def __init__(

@@ -4,6 +4,7 @@ estimator chooses."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -36,7 +37,7 @@ class Masked(PolicyGradient, CountsEpochs):
     visited are to the weights of the iteration's start, which are kept, at the very same masks.
     """
 
-    needs = "masked"
+    requires = replace(PolicyGradient.requires, decisions="masked")
     term_types = (KLPenalty, EntropyBonus)
 
     def __init__(
@@ -61,7 +62,7 @@ class Masked(PolicyGradient, CountsEpochs):
                 f"{type(policy).__name__} {Remasks.lack}"
             )
         points = self.estimator(policy, rollout, rng, self.epoch)
-        if self.single_paths and len(points) > 1 and not self._in_parts(policy):
+        if self.requires.single_paths and len(points) > 1 and not self._in_parts(policy):
             raise UserError(f"this surrogate {WHOLE}")
         length = torch.stack([point.mask.sum(1) for point in points]).sum(0)  # [B]
         return [
@@ -76,7 +77,7 @@ class Masked(PolicyGradient, CountsEpochs):
         return loss * weight_of(point, loss)
 
     def _in_parts(self, policy: Any) -> bool:
-        return self.single_paths and several_passes(self.estimator)
+        return self.requires.single_paths and several_passes(self.estimator)
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
         """Return what sampling recorded, or at a state that it did not visit, what its

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mmrl.core.distributions import as_gaussian
+from mmrl.core.effects import Requires
 from mmrl.core.host import sent
 from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
@@ -23,7 +24,7 @@ from mmrl.objectives.contracts import Couples, MovesSnapshots
 from mmrl.objectives.forward_process import comparisons, error, noised, positive, summed
 from mmrl.objectives.kl import Reference, Refresh
 from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from mmrl.zoo.objectives.following import Following
 from samplers.noise import Rng
 
@@ -51,9 +52,7 @@ class DiffusionDPO(_Following):
     follows the policy (TR-DPO, Gorbatovski et al. 2024); null: it stays the base.
     """
 
-    offline: ClassVar[bool] = True
-    needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[Reads] = "sample"
+    requires = Requires("gaussian", reads="sample", offline=True)
     beta: float = 100.0
     num_noise_draws: Draws = 1
     timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal
@@ -128,9 +127,7 @@ class D3PO(_Following):
     stays the base.
     """
 
-    needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[Reads] = "decisions"
-    visits = True
+    requires = Requires("gaussian", reads="decisions", visits=True)
     beta: float = 0.1
     refresh: Refresh | None = None
 
@@ -190,8 +187,7 @@ class SePPO(MovesSnapshots, Couples):
     sample of all iterations so far, the base model included (reservoir sampling, Vitter 1985).
     """
 
-    needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[Reads] = "sample"
+    requires = Requires("gaussian", reads="sample")
     beta: float = 100.0
     num_noise_draws: Draws = 1
     timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.distributions import Gaussian, as_gaussian
+from mmrl.core.effects import Requires
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.numbers import Count
@@ -45,9 +46,8 @@ class Draft(FollowsReward):
     that was drawn. Every reward with a weight must be differentiable.
     """
 
-    needs: ClassVar[str] = "gaussian"
-    differentiates = True
-    single_paths = True  # whose noise it draws again
+    # it draws the noise of single paths again
+    requires = Requires("gaussian", single_paths=True, differentiates=True)
     last: Count | None = 1
     kl: Annotated[float, Ge(0)] = 0.0
     divergence: Literal["kl", "hellinger", "total_variation", "chi2"] = "kl"
@@ -117,9 +117,7 @@ class AdjointMatching(FollowsReward):
     gradient is taken at a sample without fresh noise. strength: of the reward against the base.
     """
 
-    needs: ClassVar[str] = "gaussian"
-    visits = True
-    differentiates = True
+    requires = Requires("gaussian", visits=True, differentiates=True)
     strength: Annotated[float, Ge(0)] = 1.0
 
     def __post_init__(self) -> None:

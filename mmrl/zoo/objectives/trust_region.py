@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.core.distributions import TINY, Dist, as_gaussian
+from mmrl.core.effects import Requires
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rollout
 from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process import mean_square, positive, velocity
 from mmrl.objectives.surrogates import Width
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 CLAMP = 0.99  # of the time in the published standard deviation
@@ -36,9 +37,7 @@ class FlowDPPO(Objective):
     threshold: float = 1e-5
     advantage_clip: Width = 5.0
     std: Literal["exact", "published", "one"] = "exact"
-    needs: ClassVar[str] = "gaussian"
-    visits = True
-    reads: ClassVar[Reads] = "decisions"
+    requires = Requires("gaussian", reads="decisions", visits=True)
 
     def __post_init__(self) -> None:
         positive(

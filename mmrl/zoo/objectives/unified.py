@@ -4,7 +4,7 @@ segment."""
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -124,6 +124,5 @@ class Unified(PolicyGradient):
     Without kinds of decisions all count as text.
     """
 
-    needs = "categorical"
-    proportional = False
+    requires = replace(PolicyGradient.requires, decisions="categorical", proportional=False)
     term_types = (*(term for term in OF_TOKENS if term is not EntropyBonus), SteeredEntropy)

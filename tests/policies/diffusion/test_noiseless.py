@@ -81,9 +81,12 @@ def test_a_window_that_holds_a_step_with_noise_is_trained(options):
 def test_a_loss_of_groups_by_denoising_errors_reads_finished_samples():
     """Its class looks at decisions; built with draws of its own noise it looks at none."""
     by_errors, by_path = DPO(num_noise_draws=2), DPO()
-    assert (by_errors.states_read(), by_path.states_read()) == ("sample", "decisions")
+    assert (by_errors.requires.states_read(), by_path.requires.states_read()) == (
+        "sample",
+        "decisions",
+    )
     policy = flow(noise_level=0.0)
-    context = RolloutContext(reads=by_errors.states_read())
+    context = RolloutContext(reads=by_errors.requires.states_read())
     rollout = policy.rollout(toys.prompts(2), 2, Rng.of("same"), context)
     assert rollout.latents.states.shape[1] == 0 and rollout.sample.isfinite().all()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.distributions import Dist
+from mmrl.core.effects import Requires
 from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -21,7 +22,7 @@ from mmrl.objectives.forward_process import error, mean_square, noised, positive
 from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.surrogates import Width, both_sides, outside, ppo, summed
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 TINY = 1e-10  # keeps the roots differentiable at 0
@@ -54,9 +55,7 @@ class AWM(Regularised):
     num_noise_draws, timestep_sampler: how many times a sample is looked at, and which.
     """
 
-    needs: ClassVar[str] = "gaussian"
-    proportional: ClassVar[bool] = True
-    reads: ClassVar[Reads] = "sample"
+    requires = Requires("gaussian", reads="sample", proportional=True)
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
     clip_range: float | tuple[float, float] = 1.0
     advantage_clip: Width = 1.0

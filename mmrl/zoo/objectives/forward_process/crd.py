@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.distributed import all_sum
+from mmrl.core.effects import Requires
 from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -29,7 +30,7 @@ from mmrl.objectives.forward_process import (
 from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.surrogates import Width
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 
@@ -60,8 +61,7 @@ class CRD(Regularised, Couples, TracksOld):
     old_decay_rate n, old_decay_max) old + the rest of the live weights.
     """
 
-    needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[Reads] = "sample"
+    requires = Requires("gaussian", reads="sample")
     beta: float = 1.0
     form: Literal["mse", "bce"] = "mse"
     temperature: Annotated[float, Ge(0)] | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from mmrl.core.effects import Requires
 from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -18,7 +19,7 @@ from mmrl.objectives.contracts import Couples
 from mmrl.objectives.forward_process import error, noised, positive, summed
 from mmrl.objectives.surrogates import Width, both_sides
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 
@@ -33,8 +34,7 @@ class FPO(Couples):
     range, one number or [low, high].
     """
 
-    needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[Reads] = "sample"
+    requires = Requires("gaussian", reads="sample")
     clip_range: float | tuple[float, float] = 0.05
     advantage_clip: Width = 5.0
     num_noise_draws: Draws = 8

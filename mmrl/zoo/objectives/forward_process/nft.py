@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 from torch import Tensor
 
+from mmrl.core.effects import Requires
 from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -19,7 +20,7 @@ from mmrl.objectives.forward_process import mean_absolute, mean_square, noised, 
 from mmrl.objectives.kl import KL, KLTerm, Regularised
 from mmrl.objectives.surrogates import Width
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 
@@ -40,8 +41,7 @@ class NFT(Regularised, TracksOld):
     min(0.001 step, 0.5) kept, 2 with min(0.0075 (step - 75), 0.999) kept.
     """
 
-    needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[Reads] = "sample"
+    requires = Requires("gaussian", reads="sample")
     beta: float = 1.0
     advantage_clip: Width = 5.0
     kl: Annotated[float, Ge(0)] | KL = 1e-4

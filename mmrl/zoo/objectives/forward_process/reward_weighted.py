@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from mmrl.core.effects import Requires
 from mmrl.core.metrics import observe
 from mmrl.core.numbers import Draws
 from mmrl.core.registry import OBJECTIVES, TIMES
@@ -17,7 +18,7 @@ from mmrl.objectives.base import Linearised, slope_of
 from mmrl.objectives.contracts import Couples
 from mmrl.objectives.forward_process import noised, positive
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
-from mmrl.policies.base import Policy, Reads
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 
@@ -32,8 +33,7 @@ class RewardWeightedRegression(Couples):
     unbounded below, as Flow-GRPO's code publishes it.
     """
 
-    needs: ClassVar[str] = "gaussian"
-    reads: ClassVar[Reads] = "sample"
+    requires = Requires("gaussian", reads="sample")
     beta: float = 1.0
     weights: Literal["exp", "advantage"] = "exp"
     num_noise_draws: Draws = 1
