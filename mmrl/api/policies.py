@@ -24,7 +24,7 @@ from mmrl.core.registry import DATA, POLICIES
 from mmrl.core.types import Prompt
 from mmrl.experiment import build, checkpoint, evaluation
 from mmrl.policies.base import Policy as Model
-from mmrl.policies.contracts import EvaluatesGreedily
+from mmrl.policies.contracts import EvaluatesGreedily, Exports
 from mmrl.train.device import Device
 
 # of a policy that is loaded without a configuration of its training
@@ -79,7 +79,7 @@ class Policy:
                     f"policy.prompts[:4]"
                 ) from error
             media, repeated = whole(media, repeated, rows, num_samples)
-        return Samples(shown(media, self.model.media_fps), repeated)
+        return Samples(shown(media, self.model.media.fps), repeated)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -102,7 +102,7 @@ class Policy:
         if place.exists() and (not place.is_dir() or any(place.iterdir())):
             raise UserError(f"{place} exists and is not empty; name a new folder")
         with whole_folder(place) as draft:
-            self.model.export(draft)
+            Exports.of(self.model).export(draft)
         return place
 
     def __repr__(self) -> str:

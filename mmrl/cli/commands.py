@@ -26,7 +26,7 @@ from mmrl.core.registry import ARTIFACTS, REWARDS, load_built_in, locate
 from mmrl.core.types import Prompt
 from mmrl.experiment import build, checkpoint, convert, evaluation
 from mmrl.experiment.build import Session
-from mmrl.policies.contracts import guidance_of
+from mmrl.policies.contracts import Exports, guidance_of
 from mmrl.scoring import Scorer
 
 PICTURED = {"image", "images", "video", "videos", "messages"}  # fields of a prompt with pictures
@@ -181,7 +181,7 @@ def sample(
     with on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
         texts = [str(prompt.get("text", "")) for prompt in repeated]
-        fps = session.policy.media_fps
+        fps = session.policy.media.fps
         files = [
             write_sample(item, folder / f"{i:03d}-{_slug(text)}", fps, sampling.animated_png)
             for i, (item, text) in enumerate(zip(media, texts, strict=True))
@@ -255,9 +255,10 @@ def export(
         _check_checkpoint(run, at)
     session = build.trained(run, at=at)
     with on_disk(folder), whole_folder(folder) as draft:
-        session.policy.export(draft)
+        policy = Exports.of(session.policy)
+        policy.export(draft)
         if chosen != "diffusers":
-            convert.rewrite_export(draft, session.policy.place, chosen)
+            convert.rewrite_export(draft, policy.place, chosen)
         if dtype is not None:
             whole_export.cast(draft, kinds[dtype])
     if chosen == "diffusers":

@@ -66,7 +66,7 @@ def label(path: Path, file: Path, how: Labelling, overrides: Sequence[str] = ())
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]
                 media, totals = _drawn(session, some, how, scorer, first)
-                writer = _Writer(lines, pictures, first, media, session.policy.media_fps)
+                writer = _Writer(lines, pictures, first, media, session.policy.media.fps)
                 pairs += sum(
                     writer.pair(place, prompt, totals[place], how.margin)
                     for place, prompt in enumerate(some)

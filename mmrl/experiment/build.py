@@ -46,6 +46,7 @@ from mmrl.experiment import checkpoint
 from mmrl.monitoring.trackers import check_installed
 from mmrl.objectives.contracts import ChecksRows
 from mmrl.policies import adapter_files
+from mmrl.policies.contracts import VariesSize
 from mmrl.policies.diffusion import lora_merging
 from mmrl.policies.diffusion.context_parallel import unsupported
 from mmrl.rollout.preferences import Compared
@@ -337,8 +338,8 @@ def foreseen(configuration: Config, source: Any) -> list[str]:
 def _by_size(policy: Any, prompts: Sequence[Prompt]) -> BySize | None:
     """Draw iterations of one size where rows have several. Raises UserError where something else
     chooses the prompts of an iteration."""
-    sizes = {policy.size_of(prompt) for prompt in prompts}
-    if len(sizes) == 1:
+    sizes = {policy.size_of(prompt) for prompt in prompts} if VariesSize.kept_by(policy) else ()
+    if len(sizes) < 2:
         return None
     if isinstance(prompts, Curriculum):
         raise UserError(

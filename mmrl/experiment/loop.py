@@ -42,6 +42,7 @@ from mmrl.experiment.watching import Watcher
 from mmrl.monitoring.alarms import Alarms
 from mmrl.monitoring.gallery import Gallery
 from mmrl.monitoring.log import FINISHED, RunLog
+from mmrl.policies.contracts import size_of
 from mmrl.rollout.collect import Sampled
 from mmrl.train.trainer import Trainer
 
@@ -236,8 +237,8 @@ class Run:
         """Write a grid of held-out prompts with the noise that is always the same. Only pictures
         and videos have one."""
         prompts = self.session.prompts()
-        size = self.trainer.policy.size_of(prompts[0])  # a grid has one
-        alike = (p for p in prompts if self.trainer.policy.size_of(p) == size)
+        size = size_of(self.trainer.policy, prompts[0])  # a grid has one
+        alike = (p for p in prompts if size_of(self.trainer.policy, p) == size)
         prompts = list(islice(alike, PREVIEW))
         with self._best_weights():
             media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
@@ -246,7 +247,7 @@ class Run:
             shown = media if alone else distributed.all_gather_rows(media)
             with self.writing():
                 texts = [str(p.get("text", "")) for p in prompts]
-                fps = self.trainer.policy.media_fps
+                fps = self.trainer.policy.media.fps
                 self.log.images(name, shown.float().cpu(), texts, fps=fps)
 
     def say(self, kind: str, message: str) -> None:

@@ -24,6 +24,7 @@ from mmrl.core.weights import LIVE, block, reshard
 from mmrl.data.base import Curriculum
 from mmrl.experiment.checkpoint import Arrays, Tensors
 from mmrl.objectives.contracts import Stateful
+from mmrl.policies.contracts import Stateful as LearningPolicy
 from mmrl.scoring import Scorer
 from mmrl.train.trainer import Trainer
 from mmrl.train.update import Update
@@ -52,7 +53,8 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
         meta["rewards"] = trainer.scorer.state_dict()
     objective = trainer.objective
     meta["objective"] = objective.state_dict() if isinstance(objective, Stateful) else {}
-    meta["policy"] = trainer.policy.state_dict()
+    policy = trainer.policy
+    meta["policy"] = policy.state_dict() if isinstance(policy, LearningPolicy) else {}
     if trainer.pass_rows is not None:
         meta["pass_rows"] = trainer.pass_rows
     if trainer.reward_weights is not None:
@@ -86,9 +88,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     memory.restore(trainer.advantage, meta.get("advantage", {}))
     if isinstance(trainer.scorer, Scorer):
         trainer.scorer.load_state_dict(meta.get("rewards", {}))
-    trainer.policy.load_state_dict(meta.get("policy", {}))
-    if "objective" in meta and isinstance(trainer.objective, Stateful):
-        trainer.objective.load_state_dict(meta["objective"])
+    _restore_learnt(trainer, meta)
     if trainer.reward_weights is not None:
         trainer.reward_weights.load_state_dict(meta.get("reward_weights", {}))
     if isinstance(trainer.prompts, Curriculum):
@@ -112,6 +112,13 @@ def _restore_critic(trainer: Trainer, arrays: Arrays, meta: dict[str, Any] | Non
     critic.inner.step = meta["step"]
     if critic.critic.head is not None and "head-critic" in arrays:
         critic.load_head_state(arrays["head-critic"], meta["head"])
+
+
+def _restore_learnt(trainer: Trainer, meta: dict[str, Any]) -> None:
+    """Put back what policy and objective had learnt besides the weights."""
+    for name, part in (("policy", trainer.policy), ("objective", trainer.objective)):
+        if name in meta and isinstance(part, (LearningPolicy, Stateful)):
+            part.load_state_dict(meta[name])
 
 
 def _restore_pass_size(trainer: Trainer, meta: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mmrl.core.cards import Card, card_of
+from mmrl.policies.contracts import Compiles
 from mmrl.train.trainer import Trainer
 
 # phase -> the names that its seconds are logged under; what an engine's copy of the weights takes
@@ -34,7 +35,8 @@ class ThroughputMeter:
         """Run an iteration; the first one under torch's counter of operations."""
         counter: Any = None
         counting: AbstractContextManager[Any] = nullcontext()
-        compiled = trainer.policy.compiled  # the counter would break its graphs
+        # the counter would break its graphs
+        compiled = isinstance(trainer.policy, Compiles) and trainer.policy.compiled
         if self.card is not None and self.flops_per_forward is None and not compiled:
             from torch.utils.flop_counter import FlopCounterMode
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from mmrl.core.distributions import Dist
 from mmrl.core.effects import CHOOSES_WEIGHTS, Effects
-from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.media import USUAL_RATE
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, tree_map
@@ -40,14 +38,12 @@ Precision = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True)
-class ParameterGroup:
-    """Groups parameters that share a learning rate: their own ``lr``, or the optimizer's times
-    ``factor``."""
+class MediaFormat:
+    """Describes the pictures or videos that a policy makes."""
 
-    parameters: list[nn.Parameter]
-    factor: float = 1.0
-    lr: float | None = None
-    name: str = "all"
+    size: tuple[int, int] | None = None  # [height, width], pixels
+    frames: int | None = None  # of a video
+    fps: float = USUAL_RATE  # by which videos are written and clips are read
 
 
 @dataclass
@@ -75,9 +71,7 @@ class Policy(ABC):
     not_options: tuple[str, ...] = ("net",)  # constructor arguments that no configuration sets
     # module-name suffixes of the projections that LoRA adapts
     attention: tuple[str, ...] = ATTENTION
-    pipeline: str = ""  # the class in diffusers that loads what ``export`` writes; "": none
-    auto_class: str = ""  # the class in transformers that loads what ``export`` writes; "": none
-    place: str = ""  # the folder of the model it began from, where it is one of diffusers
+    media: MediaFormat = MediaFormat()
 
     def __init__(
         self,
@@ -109,10 +103,6 @@ class Policy(ABC):
 
     # ----------------------------------------------------------------------------------------------
     # act: sampling, and scoring what was sampled
-
-    media_size: tuple[int, int] | None = None  # [height, width] of the pictures it makes
-    media_frames: int | None = None  # of the videos it makes
-    media_fps: float = USUAL_RATE  # of these, by which they are written and clips are read
 
     @abstractmethod
     def rollout(
@@ -147,11 +137,6 @@ class Policy(ABC):
         """Turn samples into what rewards look at: B images [B, 3, H, W], videos [B, F, 3, H, W]
         (both in 0..1) or texts."""
 
-    def size_of(self, prompt: Prompt) -> tuple[int, int] | None:
-        """Say how large the pictures for a prompt are, [height, width], which rows of a family may
-        ask for; the prompts of a rollout have one size."""
-        return self.media_size
-
     @contextmanager
     def untempered(self) -> Iterator[None]:
         """Score by the model's own distribution: at temperature 1, no token taken away, without
@@ -171,14 +156,11 @@ class Policy(ABC):
     keep_groups_together: bool = False
     # a pass may leave trained weights out, such as those of a second expert
     find_unused_parameters: bool = False
-    # a pass with gradients recorded that will not be used: not for the trainer's wrapper
-    sampling: bool = False
-    compiled: bool = False  # the network's passes are, by torch.compile
 
     def active(self) -> nn.Module:
-        """Choose the module for this pass: ``trained`` where gradients are recorded outside
-        sampling, else ``net``."""
-        return self.trained if torch.is_grad_enabled() and not self.sampling else self.net
+        """Choose the module for this pass: ``trained`` where gradients are recorded, else
+        ``net``."""
+        return self.trained if torch.is_grad_enabled() else self.net
 
     @property
     def device(self) -> torch.device:
@@ -193,10 +175,6 @@ class Policy(ABC):
     def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
         """Name the parameters that no output of a pass depends on."""
         return ()
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        """List the trained parameters in groups that share a learning rate."""
-        return [ParameterGroup([p for p in self.net.parameters() if p.requires_grad])]
 
     def enable_gradient_checkpointing(self) -> None:
         if not turn_on_checkpointing(self.net):
@@ -215,27 +193,25 @@ class Policy(ABC):
         encoders."""
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the policy has learnt besides its weights, plain data fit for JSON."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
-        """Take up what ``state_dict`` gave."""
-
     # ----------------------------------------------------------------------------------------------
-    # report: what the log says, and exports
+    # report: what the log says
 
     @cached_property
     def report(self) -> Report:
         """Return what the policy reports; it may begin to before its network is loaded."""
         return Report()
 
-    def export(self, folder: Path) -> None:
-        """Write the trained weights in the format of the model's own library."""
-        raise self._cannot("cannot be exported")
 
-    def _cannot(self, why: str) -> UserError:
-        return UserError(f"{type(self).__name__} {why}")
+@contextmanager
+def unwrapped(policy: Policy) -> Iterator[None]:
+    """Let passes with gradients go through the bare network: what wraps it for many processes
+    would wait for a backward pass to the weights."""
+    trained = policy.trained
+    policy.trained = policy.net
+    try:
+        yield
+    finally:
+        policy.trained = trained
 
 
 def rows_and_groups(

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -21,6 +22,17 @@ from mmrl.policies.base import Policy, Reads
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.guidance import LogprobGuidance, at_guidance
 from samplers.noise import Rng
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Groups parameters that share a learning rate: their own ``lr``, or the optimizer's times
+    ``factor``."""
+
+    parameters: list[nn.Parameter]
+    factor: float = 1.0
+    lr: float | None = None
+    name: str = "all"
 
 
 @dataclass(frozen=True)
@@ -115,15 +127,15 @@ class Demonstrates(Policy, Contract):
         medium = self.medium_of(prompt)
         if medium == "video" and not isinstance(value, Tensor) and not self._clips_said:
             self._clips_said = True
-            self.report.warnings.append(clips_are_read(self.media_frames, self.media_fps))
-        return opened(value, medium, self.media_frames, prompt, self.media_fps)
+            self.report.warnings.append(clips_are_read(self.media.frames, self.media.fps))
+        return opened(value, medium, self.media.frames, prompt, self.media.fps)
 
     def unreadable(self, prompt: Prompt, value: Any) -> str | None:
         """Say why that picture or video cannot be opened, by the head of its file; None: it can."""
         from mmrl.policies.answers import media_problem
 
         medium = self.medium_of(prompt)
-        return media_problem(value, medium, self.media_frames, prompt, self.media_fps)
+        return media_problem(value, medium, self.media.frames, prompt, self.media.fps)
 
 
 class EncodesMedia(Demonstrates):
@@ -279,6 +291,68 @@ class Guided(Policy, Contract):
 def guidance_of(policy: Policy) -> float | None:
     """Return the scale of classifier-free guidance; None: the policy has none."""
     return policy.guidance_scale if isinstance(policy, Guided) else None
+
+
+class Exports(Policy, Contract):
+    """Writes its trained weights in the format of the model's own library."""
+
+    lack = "cannot be exported"
+    # the classes in diffusers and in transformers that load what ``export`` writes; "": none
+    pipeline: str = ""
+    auto_class: str = ""
+    place: str = ""  # the folder of the model it began from, where it is one of diffusers
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Write the trained weights into a folder."""
+
+
+class VariesSize(Policy, Contract):
+    """Makes pictures of the size that a prompt asks for."""
+
+    lack = "makes pictures of one size"
+
+    @abstractmethod
+    def size_of(self, prompt: Prompt) -> tuple[int, int]:
+        """Return the size of the pictures for a prompt, [height, width]; the prompts of a rollout
+        have one."""
+
+
+def size_of(policy: Policy, prompt: Prompt) -> tuple[int, int] | None:
+    """Return the size of the pictures for a prompt, [height, width]; None: it makes no pictures, or
+    does not know theirs."""
+    return policy.size_of(prompt) if isinstance(policy, VariesSize) else policy.media.size
+
+
+class GroupsParameters(Policy, Contract):
+    """Trains parts of its network at learning rates of their own."""
+
+    lack = "trains all parameters at one learning rate"
+
+    @abstractmethod
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """List the trained parameters in groups that share a learning rate."""
+
+
+class Stateful(Policy, Contract):
+    """Learns something besides its weights."""
+
+    lack = "learns nothing besides its weights"
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learnt, plain data fit for JSON."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave."""
+
+
+class Compiles(Policy, Contract):
+    """May compile the passes of its network by torch.compile."""
+
+    lack = "compiles no passes"
+    compiled: bool = False
 
 
 class WarpsLogits(Policy, Contract):

@@ -57,8 +57,8 @@ def encoded(policy: EncodesMedia, answers: Sequence[Any]) -> tuple[Tensor | None
         if answer is not None:
             media = torch.as_tensor(answer).to(policy.device)
             if media.ndim == 4:
-                media = timed(media, policy.media_frames)
-            samples.append(policy.encode_media(framed(media, policy.media_size)[None]))
+                media = timed(media, policy.media.frames)
+            samples.append(policy.encode_media(framed(media, policy.media.size)[None]))
     return (torch.cat(samples) if samples else None), present
 
 

@@ -47,8 +47,8 @@ def signature(policy: Policy) -> dict[str, Any]:
     return {
         "family": type(policy).__name__,
         "decisions": [can.decisions, can.makes, isinstance(policy, Remasks)],
-        "size": None if policy.media_size is None else list(policy.media_size),
-        "frames": policy.media_frames,
+        "size": None if policy.media.size is None else list(policy.media.size),
+        "frames": policy.media.frames,
         **(policy.spaces() if isinstance(policy, NamesSpaces) else {}),
     }
 

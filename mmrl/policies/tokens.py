@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mmrl.core import distributed
 from mmrl.core.distributions import Categorical, check_shape
 from mmrl.core.divergences import REVERSE, Divergence
+from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, selected, sent, spread
 from mmrl.core.sharding import sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
@@ -79,6 +80,9 @@ class TokenPolicy(Replays, WarpsLogits):
         if self.record_divergence:
             rollout = rollout.replace(divergence=torch.zeros_like(rollout.logprob))
         return rollout
+
+    def _cannot(self, why: str) -> UserError:
+        return UserError(f"{type(self).__name__} {why}")
 
     @torch.no_grad()
     def with_divergence(self, rollout: Rollout, size: int) -> Rollout:

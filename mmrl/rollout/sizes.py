@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from mmrl.core.types import Prompt
 from mmrl.policies.base import Policy
+from mmrl.policies.contracts import size_of
 
 T = TypeVar("T")
 
@@ -26,5 +27,5 @@ def by_size(
     does so in the same order."""
     groups: dict[tuple[int, int] | None, list[int]] = {}
     for place, prompt in enumerate(prompts):
-        groups.setdefault(policy.size_of(prompt), []).append(place)
+        groups.setdefault(size_of(policy, prompt), []).append(place)
     return [Part(places, work([prompts[i] for i in places])) for places in groups.values()]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from mmrl.config.options import TrainOptions
 from mmrl.core import distributed, peers
 from mmrl.core.errors import UserError
-from mmrl.policies.base import ParameterGroup
-from mmrl.policies.contracts import KeepsWhole, SplitsSequences
+from mmrl.policies.contracts import GroupsParameters, KeepsWhole, ParameterGroup, SplitsSequences
 from mmrl.policies.lora import keep_input_dtype
 from mmrl.train.shard_units import shard_classes, ties_kept
 
@@ -99,6 +98,14 @@ def _uses(name: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
 
 
+def groups_of(policy: Any) -> list[ParameterGroup]:
+    """List the trained parameters in groups that share a learning rate."""
+    if not isinstance(policy, GroupsParameters):
+        trained = [p for p in policy.net.parameters() if p.requires_grad]
+        return [ParameterGroup(trained)] if trained else []
+    return [group for group in policy.parameter_groups() if group.parameters]
+
+
 def check_trained_precision(groups: list[ParameterGroup]) -> None:
     """Raise UserError if weights that are trained are stored in half precision.
 
@@ -163,7 +170,7 @@ class Device:
         if self.options.gradient_checkpointing:
             policy.enable_gradient_checkpointing()
         self._split(policy)
-        groups = [group for group in policy.parameter_groups() if group.parameters]
+        groups = groups_of(policy)
         if not groups:
             raise UserError(
                 "the policy has no trainable parameters; set lora, or leave full training on"
@@ -190,7 +197,7 @@ class Device:
 
     def optimizer_of(self, policy: Any, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """Return a further optimizer of a prepared policy's parameters, for a snapshot of them."""
-        return _built(optimizer, [group for group in policy.parameter_groups() if group.parameters])
+        return _built(optimizer, groups_of(policy))
 
     def _name_units(self, policy: Any) -> None:
         """Tell accelerate what to gather one by one (FSDP2), unless its user has, and what to keep

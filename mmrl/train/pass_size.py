@@ -19,7 +19,7 @@ import torch
 from mmrl.config.plan import Plan
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, unwrapped
 from mmrl.policies.contracts import Trial
 
 SIZES = 4  # that are tried: the largest, and its halves
@@ -43,11 +43,10 @@ def fastest(policy: Policy, trial: Trial, plan: Plan, epochs: int) -> tuple[int,
     Raises UserError where no size fits the device's memory.
     """
     widths = policy.pass_sizes.rows, policy.report.forwards
-    policy.sampling = True  # its own network: a wrapper would send gradients around
     try:
-        measured = [_measured(policy, trial, rows) for rows in candidates(plan.micro_batch)]
+        with unwrapped(policy):  # which would send gradients around
+            measured = [_measured(policy, trial, rows) for rows in candidates(plan.micro_batch)]
     finally:
-        policy.sampling = False
         policy.pass_sizes.rows, policy.report.forwards = widths
     costs = {each.rows: _iteration(each, trial, plan, epochs) for each in _agreed(measured, policy)}
     least = min(costs.values())

@@ -7,10 +7,11 @@ import pytest
 
 from mmrl.cli import commands
 from mmrl.core.errors import UserError
+from mmrl.policies.contracts import Exports
 from tests.fixtures import toys
 
 
-class Exported:
+class Exported(toys.ToyBare, Exports):
     """A policy that writes two files, and fails between them if told so."""
 
     def __init__(self, error=None):

@@ -112,13 +112,8 @@ def test_a_check_reads_no_data(monkeypatch):
 class Short:
     """A policy that cannot take every other prompt."""
 
-    notes = ()
-
     def admit(self, prompts):
         return prompts[::2]
-
-    def size_of(self, prompt):
-        return None
 
 
 def test_what_a_policy_leaves_out_leaves_every_curriculum(files):

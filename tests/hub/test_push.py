@@ -23,6 +23,9 @@ from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.experiment.lifecycle import train
 from mmrl.monitoring.report.pictures import data_uri
+from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.contracts import Exports
+from tests.fixtures import toys
 
 SPEC = {
     "policy": {
@@ -302,6 +305,19 @@ def test_folders_elsewhere_stay_here_too(monkeypatch, tmp_path):
     }
 
 
+class Writer(toys.ToyBare, Exports):
+    """A policy of texts, whose export is one file."""
+
+    capabilities = Capabilities("categorical", makes="text")
+
+    def __init__(self, name, content):
+        self.name = name
+        self.content = content
+
+    def export(self, folder):
+        (folder / self.name).write_text(json.dumps(self.content))
+
+
 def test_no_published_file_names_a_folder_of_this_machine(tmp_path, monkeypatch):
     base, run = "/mnt/acme/base", tmp_path / "run"
     run.mkdir()
@@ -310,14 +326,7 @@ def test_no_published_file_names_a_folder_of_this_machine(tmp_path, monkeypatch)
     )
     (run / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')
 
-    def export(folder):
-        (folder / "adapter_config.json").write_text(
-            json.dumps({"base_model_name_or_path": base, "r": 4})
-        )
-
-    policy = SimpleNamespace(
-        export=export, capabilities=SimpleNamespace(makes="text"), pipeline="", auto_class=""
-    )
+    policy = Writer("adapter_config.json", {"base_model_name_or_path": base, "r": 4})
     monkeypatch.setattr(command.build, "trained", lambda *_, **__: SimpleNamespace(policy=policy))
     folder = command.write(run, Push("me/vlm"), tmp_path / "new")
     for name in ("README.md", "config.yaml", "adapter_config.json"):
@@ -349,13 +358,7 @@ def test_the_card_of_a_run_of_texts(tmp_path, monkeypatch):
     (run / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')
 
-    def export(folder):
-        (folder / "config.json").write_text('{"model_type": "qwen2_vl"}')
-
-    capabilities = SimpleNamespace(makes="text")
-    session = SimpleNamespace(
-        policy=SimpleNamespace(export=export, capabilities=capabilities, pipeline="", auto_class="")
-    )
+    session = SimpleNamespace(policy=Writer("config.json", {"model_type": "qwen2_vl"}))
     monkeypatch.setattr(command.build, "trained", lambda *_, **__: session)
     folder = command.write(run, Push("me/vlm"), tmp_path / "new")
     text = (folder / "README.md").read_text()

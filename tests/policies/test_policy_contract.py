@@ -119,12 +119,6 @@ def test_who_does_not_keep_a_contract_is_refused_by_name():
             contract.of(toys.ToyBare())
 
 
-def test_what_a_policy_cannot_do_is_one_sentence():
-    policy = toys.make("causal")
-    with pytest.raises(UserError, match="^ToyCausal cannot be exported"):
-        policy.export(Path())
-
-
 def test_options_are_held_against_the_capabilities():
     options = TrainOptions(
         2, 2, 4, 1, max_new_tokens_schedule=((1, 5),), ground_truth_rollout="answer"

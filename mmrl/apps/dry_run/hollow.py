@@ -26,7 +26,7 @@ from mmrl.core.registry import ADVANTAGES, OBJECTIVES
 from mmrl.core.types import Media, Prompt, Query, Rollout
 from mmrl.core.weights import Weights
 from mmrl.objectives.contracts import HasTeacher
-from mmrl.policies.base import Report
+from mmrl.policies.base import MediaFormat, Report
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
@@ -146,7 +146,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     prompts: list[Prompt] = [{"text": str(i)} for i in range(options.prompts_per_iteration)]
     if objective.requires.supervised:  # its answers are encoded outside of the network
         prompts = [{**prompt, objective.field: torch.zeros(3, 1, 1)} for prompt in prompts]
-        policy.media_size = policy.media_frames = None
+        policy.media = MediaFormat()
         vars(policy)["encode_media"] = partial(_encoded, policy.shape)
     trainer = _Watched(
         policy,

@@ -20,6 +20,7 @@ from mmrl.monitoring.report.evidence import read_evaluation
 from mmrl.monitoring.report.page import BEFORE_AFTER, before_after_picture
 from mmrl.monitoring.report.pictures import saved_picture
 from mmrl.monitoring.report.runs import read_run
+from mmrl.policies.contracts import Exports
 
 COPIED = ("metrics.jsonl", "evaluation.json")
 # under which peft, transformers and diffusers write where the base model was read from
@@ -62,12 +63,13 @@ def write(run: Path, request: Request, folder: Path) -> Path:
     history = read_run(run)
     session = build.trained(run, at=request.checkpoint)
     with whole_folder(folder) as draft:
-        session.policy.export(draft)
+        policy = Exports.of(session.policy)
+        policy.export(draft)
         for name in COPIED:
             if (run / name).is_file():
                 shutil.copyfile(run / name, draft / name)
-        makes = session.policy.capabilities.makes
-        export = describe(draft, history, session.policy.pipeline, makes, session.policy.auto_class)
+        makes = policy.capabilities.makes
+        export = describe(draft, history, policy.pipeline, makes, policy.auto_class)
         card = Card(
             run=history,
             evaluation=read_evaluation(history),

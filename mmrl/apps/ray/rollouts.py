@@ -36,6 +36,7 @@ from mmrl.core.types import Copies, Media, Prompt, Rollout
 from mmrl.data.base import Curriculum
 from mmrl.data.base import batch as batch_of_prompts
 from mmrl.policies.base import Policy, RolloutContext
+from mmrl.policies.contracts import Stateful
 from mmrl.rollout import collect
 from mmrl.rollout.collect import Sampled
 from mmrl.scoring.worker import Worker
@@ -207,7 +208,8 @@ class RolloutWorkers:
         key = self.trainer.update.step, policy.weights.current
         if self.version != key:
             weights = policy.weights
-            self.stored = self.ray.put((weights.full(weights.current), policy.state_dict()))
+            state = policy.state_dict() if isinstance(policy, Stateful) else None
+            self.stored = self.ray.put((weights.full(weights.current), state))
             self.version = key
         return self.stored, f"{key[0]} {key[1]}"
 

@@ -71,7 +71,8 @@ class RolloutWorker(Worker):
         if draw.version != self.version:
             tensors, state = importlib.import_module("ray").get(draw.weights[0])
             self.policy.weights.load(tensors)
-            self.policy.load_state_dict(state)
+            if state is not None:
+                self.policy.load_state_dict(state)
             self.version = draw.version
         self.policy.pass_sizes.rows = draw.rows
         before = self.policy.report.forwards

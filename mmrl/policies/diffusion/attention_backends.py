@@ -20,6 +20,7 @@ from mmrl.core import distributed
 from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
 from mmrl.core.machine import version
+from mmrl.policies.base import unwrapped
 from mmrl.policies.compiling import check_backend
 
 Attention = Annotated[Literal["auto", "xformers", "sdpa", "flash"], FREE_AT_RESUME]
@@ -156,12 +157,8 @@ def computed(policy: Any, work: Callable[[], Tensor]) -> Tensor:
     try:
         if torch.is_grad_enabled() or same:
             return work()
-        policy.sampling = True
-        try:
-            with torch.enable_grad():
-                return work().detach()
-        finally:
-            policy.sampling = False
+        with unwrapped(policy), torch.enable_grad():
+            return work().detach()
     except torch._dynamo.exc.TorchDynamoException as error:
         raise UserError(
             f"policy option compile: torch.compile cannot build this model's kernels here: "

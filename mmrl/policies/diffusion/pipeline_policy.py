@@ -24,7 +24,13 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import GRIDS
 from mmrl.core.types import Copies, Prompt, Query, Rollout, Transition
 from mmrl.policies.base import NO_CONTEXT, RolloutContext
-from mmrl.policies.contracts import EncodesMedia, SplitsSequences
+from mmrl.policies.contracts import (
+    Compiles,
+    EncodesMedia,
+    Exports,
+    SplitsSequences,
+    VariesSize,
+)
 from mmrl.policies.diffusion import (
     attention_backends,
     context_parallel,
@@ -54,7 +60,9 @@ from samplers.noise import Rng
 from samplers.processes import Flow, Process
 
 
-class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences, StartsFromLora):
+class FolderPolicy(
+    FlowPolicy, EncodesMedia, SplitsSequences, StartsFromLora, VariesSize, Compiles, Exports
+):
     """Trains a model in diffusers' folder format."""
 
     pipeline: str  # class names in diffusers
@@ -123,7 +131,8 @@ class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences, StartsFromLora):
             )
         self.decode_in_parts(vae_tiling, vae_slicing)
         self.usual_size = (size, size) if isinstance(size, int) else (size[0], size[1])
-        self.size = self.media_size = self.usual_size
+        self.size = self.usual_size
+        self.media = replace(self.media, size=self.size)
         self.shape, self.process = self.latent_shape(), self.trained_process()
         self.texts = PromptCache(
             self.load_texts, self.encode_texts, text_encoder_placement, text_cache
@@ -259,7 +268,7 @@ class FolderPolicy(FlowPolicy, EncodesMedia, SplitsSequences, StartsFromLora):
             self.size = before
             self.shape = self.latent_shape()
             raise
-        self.media_size = size
+        self.media = replace(self.media, size=size)
         self.decoding = self.pass_sizes.rows_that_fit = None  # samples of another size fit
         self.take_times()
 

@@ -31,7 +31,7 @@ from mmrl.policies.base import (
     rows_and_groups,
     warn_of_mismatch,
 )
-from mmrl.policies.contracts import EncodesMedia, Guided, NamesSpaces
+from mmrl.policies.contracts import Compiles, EncodesMedia, Exports, Guided, NamesSpaces
 from mmrl.policies.demonstrations import encoded, placed_rows, sourced
 from mmrl.policies.draft_verification import FREE, SHARDED
 from mmrl.policies.image_tokens.attention import Kernel, available
@@ -44,7 +44,7 @@ from samplers.noise import Rng
 from samplers.warp import Anneal, Warp
 
 
-class ImageTokenPolicy(TokenPolicy, Guided, NamesSpaces):
+class ImageTokenPolicy(TokenPolicy, Guided, NamesSpaces, Compiles, Exports):
     """Writes images as tokens, block by block, and scores all of them in one teacher-forced pass.
 
     temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. anneal: what

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt
 from torch import nn
 
 from mmrl.core.errors import UserError
-from mmrl.policies.base import ParameterGroup
+from mmrl.policies.contracts import ParameterGroup
 from mmrl.policies.lora import ending_like, inject
 from mmrl.policies.vlm.families import PARTS, modules_of, part_of
 

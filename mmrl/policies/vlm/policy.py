@@ -32,17 +32,21 @@ from mmrl.core.types import (
 from mmrl.policies.base import (
     NO_CONTEXT,
     Drafts,
-    ParameterGroup,
     RolloutContext,
     rows_and_groups,
 )
 from mmrl.policies.contracts import (
+    Compiles,
     Demonstrates,
     EvaluatesGreedily,
+    Exports,
+    GroupsParameters,
     LimitsLength,
     Measures,
     NamesSpaces,
+    ParameterGroup,
     ScoresItself,
+    Stateful,
     WritesText,
 )
 from mmrl.policies.demonstrations import sourced
@@ -111,6 +115,10 @@ class VLM(
     EvaluatesGreedily,
     Measures,
     NamesSpaces,
+    GroupsParameters,
+    Stateful,
+    Compiles,
+    Exports,
 ):
     """Trains vision-language models, which answer images, videos or text in text; any folder or hub
     id.

@@ -116,18 +116,6 @@ def reading(net: nn.Module, rows: int) -> Iterator[Callable[[], Tensor]]:
         handle.remove()
 
 
-@contextmanager
-def unwrapped(policy: Policy) -> Iterator[None]:
-    """Let passes with gradients go through the bare network: what wraps it for many processes
-    would wait for a backward pass to the weights."""
-    trained = policy.trained
-    policy.trained = policy.net
-    try:
-        yield
-    finally:
-        policy.trained = trained
-
-
 class Pictures:
     """Encodes the real pictures of prompts, and remembers the last of them, on the CPU."""
 

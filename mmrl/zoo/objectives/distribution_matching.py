@@ -26,7 +26,7 @@ from mmrl.objectives.decisions import WHOLE
 from mmrl.objectives.forward_process import mean_square, velocity
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.terms import KLPenalty, TimestepShare, TimestepWeighting
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, unwrapped
 from mmrl.policies.capabilities import capabilities_of
 from mmrl.policies.contracts import Branches, Demonstrates
 from mmrl.zoo.objectives import few_step
@@ -36,7 +36,6 @@ from mmrl.zoo.objectives.discriminator import (
     Pictures,
     by_token,
     reading,
-    unwrapped,
 )
 from samplers.noise import Rng
 from samplers.processes import noised

@@ -133,8 +133,8 @@ def demonstrated(
     if not most:
         return inserted(setup.policy, drawn, [], grows), 0.0
     prompts = [prompt for _, prompt, _ in due]
-    frames, rate = setup.policy.media_frames, setup.policy.media_fps
-    answers = [answer.media(frames, rate) for _, _, answer in due]
+    made = setup.policy.media
+    answers = [answer.media(made.frames, made.fps) for _, _, answer in due]
     idle = most - len(due)  # every process makes equally many passes
     rng = Rng.of(setup.options.seed, iteration, "demonstrate")
     policy = Demonstrates.of(setup.policy)

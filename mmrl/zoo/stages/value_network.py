@@ -16,7 +16,7 @@ from mmrl.core.numbers import Count, Natural, Positive
 from mmrl.core.sharding import in_step, is_sharded, like
 from mmrl.core.types import Prompt
 from mmrl.core.weights import block, local
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, unwrapped
 from mmrl.policies.contracts import Replays
 from samplers.batching import chunks
 from samplers.noise import Rng
@@ -144,13 +144,8 @@ class ValueNetwork:
     def _in_force(self) -> Iterator[None]:
         """Put the value model's weights in force, for passes that the trainer's wrapper never
         sees."""
-        before = self.policy.sampling
-        self.policy.sampling = True
-        try:
-            with self.policy.weights.using(SNAPSHOT):
-                yield
-        finally:
-            self.policy.sampling = before
+        with unwrapped(self.policy), self.policy.weights.using(SNAPSHOT):
+            yield
 
     def _passes(
         self, prompts: Sequence[Prompt], idle: Prompt | None = None

@@ -190,7 +190,7 @@ def test_compiled_blocks_sample_and_train_as_plain_ones():
         metrics = trainer_of(policy).iterate()
         assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
         weights.append(policy.weights.full())
-    assert policy.compiled and policy.attending.used == "sdpa" and not policy.sampling
+    assert policy.compiled and policy.attending.used == "sdpa" and policy.trained is policy.net
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, atol=2e-5, rtol=1e-4)
 

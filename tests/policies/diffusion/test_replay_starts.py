@@ -51,8 +51,8 @@ def test_a_video_of_a_prompt_is_changed_on_policy():
     vae = policy.replay.pipe.vae
     encode, encoded = vae.encode, []
     vae.__dict__["encode"] = lambda *args: encoded.append(1) or encode(*args)
-    assert (policy.capabilities.makes, policy.media_frames) == ("video", 5)
-    assert policy.media_fps == 16  # the published model's
+    assert (policy.capabilities.makes, policy.media.frames) == ("video", 5)
+    assert policy.media.fps == 16  # the published model's
     assert trainer_of(policy).iterate()["ratio/max_deviation"] == 0.0
     assert policy.steps == 3  # of five
     encoded.clear()
@@ -118,7 +118,7 @@ def test_the_frames_of_videos_must_be_chosen():
 def test_a_pipeline_without_a_rate_has_that_of_its_published_model():
     """CogVideoX makes 8 frames a second, version 1.5 16, Wan 16 and its TI2V 24; their calls say
     none of it."""
-    assert make("cogvideox_v2v", SIZE, video_frames=5).media_fps == 8
+    assert make("cogvideox_v2v", SIZE, video_frames=5).media.fps == 8
     assert rate_of("CogVideoXTransformer3DModel", SimpleNamespace(patch_size_t=2)) == 16
     assert rate_of("WanTransformer3DModel", SimpleNamespace(out_channels=16)) == 16
     assert rate_of("WanTransformer3DModel", SimpleNamespace(out_channels=48)) == 24

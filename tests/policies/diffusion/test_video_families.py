@@ -310,7 +310,7 @@ def test_a_clip_teaches_what_follows_its_own_first_frame(name, tmp_path):
     frames = policy.open_answer(row, clip)
     policy.open_answer(row, clip)
     (note,) = policy.report.warnings
-    assert note.startswith(f"clips are read by time at {policy.media_fps:g} frames a second, the ")
+    assert note.startswith(f"clips are read by time at {policy.media.fps:g} frames a second, the ")
     image = Image.fromarray((frames[0].permute(1, 2, 0) * 255).byte().numpy())
     answers = [frames, frames]
     rows = [row, row | {"image": image}]

@@ -102,9 +102,6 @@ class Policy:
             raise BrokenRows(problems, len(prompts))
         return prompts
 
-    def size_of(self, prompt):
-        return None
-
 
 def test_broken_rows_of_all_parts_stop_a_run_or_are_left_out(rows):
     prompts, reasons = rows

@@ -16,7 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.experiment import checkpoint, state
 from mmrl.experiment.build import admitted
 from mmrl.objectives import PolicyGradient
-from mmrl.policies.base import ParameterGroup
+from mmrl.policies.contracts import ParameterGroup
 from mmrl.policies.vlm.families import PARTS, part_of
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.parts import Part, Parts, groups_of, set_trainable, summary

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
+from mmrl.core.media import USUAL_RATE
 from mmrl.core.registry import GRIDS, KERNELS, POLICIES
 from mmrl.core.types import Kernel, Prompt, Rollout
-from mmrl.policies.base import rows_of
+from mmrl.policies.base import MediaFormat, rows_of
 from mmrl.policies.capabilities import Medium
-from mmrl.policies.contracts import EncodesMedia
+from mmrl.policies.contracts import Compiles, EncodesMedia, Exports
 from mmrl.policies.diffusion import attention_backends, pipeline_folder, prompt_lengths
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage, demonstrated
@@ -59,7 +60,7 @@ ALONE = frozenset({"AutoencoderKLHunyuanVideo15"})
 
 
 @POLICIES.register("pipeline")
-class AnyPipeline(ReplayedPolicy, EncodesMedia):
+class AnyPipeline(ReplayedPolicy, EncodesMedia, Compiles, Exports):
     """Trains any image or video pipeline of the installed diffusers by running its own code.
 
     What the pipeline hands to its scheduler is the velocity (or the prediction): its encoding of
@@ -218,10 +219,9 @@ class AnyPipeline(ReplayedPolicy, EncodesMedia):
         makes: Medium = "video" if self.arguments.makes_video else "image"
         sound = self.replay.states.count > 1
         self.capabilities = replace(type(self).capabilities, makes=makes, sound=sound)
-        self.media_size, self.media_frames = self.arguments.sizes()
         rates = (rate_of(type(n).__name__, getattr(n, "config", None)) for n in self.net.modules())
-        published = next(filter(None, rates), type(self).media_fps)
-        self.media_fps = self.arguments.rate() or published
+        published = next(filter(None, rates), USUAL_RATE)
+        self.media = MediaFormat(*self.arguments.sizes(), self.arguments.rate() or published)
         self.known_passes: dict[Any, tuple[str, ...]] = {}
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
@@ -256,8 +256,8 @@ class AnyPipeline(ReplayedPolicy, EncodesMedia):
             )
         for count in sorted(set(self.asked_steps)):
             self._check_steps(count)
-        if self.media_size is not None and self.replay.states.count == 1:
-            check_size(self.replay.pipe, tuple(latents.shape[1:]), self.media_size)
+        if self.media.size is not None and self.replay.states.count == 1:
+            check_size(self.replay.pipe, tuple(latents.shape[1:]), self.media.size)
         return tuple(latents.shape[1:])
 
     def _refuse(

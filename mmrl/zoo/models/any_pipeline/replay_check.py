@@ -12,6 +12,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.media.sound import SoundVideos
 from mmrl.core.types import Prompt
+from mmrl.policies.base import unwrapped
 from mmrl.policies.diffusion import pipeline_folder
 from samplers.noise import Rng
 
@@ -154,7 +155,7 @@ def _check_scores(policy: Any, pair: list[Prompt]) -> None:
     point = next(iter(policy.path(rollout)), None)
     if point is None:
         return
-    with torch.enable_grad(), _sampling(policy):
+    with torch.enable_grad(), unwrapped(policy):
         logprob = policy.dist(point).log_prob(point.target)
     apart = float((logprob.detach() - point.recorded).abs().max())
     limit = 1e-4 if policy.compute in TOLERANCE else 1e-2
@@ -168,16 +169,3 @@ def _check_scores(policy: Any, pair: list[Prompt]) -> None:
             f"{policy.pipeline} cannot be replayed: no gradient reaches its network, so it turns "
             "gradients off inside"
         )
-
-
-class _sampling:
-    """Keeps passes off the trainer's wrapper, whose processes would wait for each other."""
-
-    def __init__(self, policy: Any):
-        self.policy = policy
-
-    def __enter__(self) -> None:
-        self.policy.sampling = True
-
-    def __exit__(self, *_: Any) -> None:
-        self.policy.sampling = False

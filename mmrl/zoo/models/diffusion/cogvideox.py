@@ -3,6 +3,7 @@ noise."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -48,7 +49,8 @@ class CogVideoX(VideoFolderPolicy):
         without noise. text_length: T5 tokens."""
         self.text_length = text_length
         super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
-        self.media_fps = rate_of(self.network, self.config) or self.media_fps
+        if rate := rate_of(self.network, self.config):
+            self.media = replace(self.media, fps=rate)
 
     def latent_shape(self) -> tuple[int, ...]:
         """Return the shape of a sample's latents; version 1.5 joins ``patch_size_t`` frames in a

@@ -19,7 +19,8 @@ from mmrl.core.effects import CHOOSES_WEIGHTS, Effects
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, import_name
 from mmrl.core.types import Media, Prompt, Rollout
-from mmrl.policies.contracts import EncodesMedia
+from mmrl.policies.base import MediaFormat
+from mmrl.policies.contracts import EncodesMedia, Exports
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, demonstrated
 from mmrl.policies.lora import ATTENTION, merged
 from samplers.batching import chunks
@@ -31,7 +32,7 @@ Value = int | float | Sequence[float]
 
 
 @POLICIES.register("module")
-class Module(FlowPolicy, EncodesMedia):
+class Module(FlowPolicy, EncodesMedia, Exports):
     """Trains your own nn.Module, the velocity of samples of one shape given time and a prompt's
     field.
 
@@ -79,7 +80,7 @@ class Module(FlowPolicy, EncodesMedia):
         if self.vae is not None or (len(self.shape) == 3 and self.shape[0] == 3):
             self.capabilities = replace(self.capabilities, makes="image")
             factor = 1 if self.vae is None else _factor(self.vae)
-            self.media_size = (self.shape[-2] * factor, self.shape[-1] * factor)
+            self.media = MediaFormat((self.shape[-2] * factor, self.shape[-1] * factor))
         super().__init__(network, **options)
         if self.guidance_scale != 1 and (empty is None or field is None):
             raise UserError(

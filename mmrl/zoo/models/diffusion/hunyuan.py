@@ -3,6 +3,7 @@ the prompt."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Prompt
+from mmrl.policies.base import MediaFormat
 from mmrl.policies.diffusion.row_settings import GUIDANCE, NEGATIVE, SEED, SIZE, TRUE_CFG
 from mmrl.policies.diffusion.schedulers import stepwise
 from mmrl.policies.diffusion.text_encoding import texts_of
@@ -28,7 +30,7 @@ class HunyuanVideo(VideoFolderPolicy):
 
     pipeline = "HunyuanVideoPipeline"
     network = "HunyuanVideoTransformer3DModel"
-    media_fps = 24.0
+    media = MediaFormat(fps=24.0)
     autoencoder = "AutoencoderKLHunyuanVideo"
     guided_by = TRUE_CFG
     reads: tuple[str, ...] = (NEGATIVE, GUIDANCE, TRUE_CFG, SEED, SIZE)
@@ -106,7 +108,8 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
 
     def __init__(self, path: str, **options: Any):
         super().__init__(path, **options)
-        self.media_frames = self.frames - (LEFT_OUT if self.joined else 0)
+        kept = self.frames - (LEFT_OUT if self.joined else 0)
+        self.media = replace(self.media, frames=kept)
         self.texts = self.texts.of(self.encode_requests)
 
     @property

@@ -3,6 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -35,7 +36,8 @@ class LTX(VideoFolderPolicy):
         """Extend the options of ``VideoFolderPolicy``. fps: frames a second, an input of the
         network. text_length: T5 tokens. decode_time: the time that autoencoders from 0.9.1 on take
         for decoding; no noise is added, so that rewards are deterministic."""
-        self.fps = self.media_fps = fps
+        self.fps = fps
+        self.media = replace(self.media, fps=fps)
         self.text_length = text_length
         self.decode_time = decode_time
         super().__init__(path, **options)

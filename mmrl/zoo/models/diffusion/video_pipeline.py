@@ -30,7 +30,7 @@ class VideoFolderPolicy(FolderPolicy):
         """Extend the options of ``FolderPolicy``. frames: of a video. offload_trajectory: stored
         latents are kept in the CPU's memory."""
         self.frames = frames
-        self.media_frames = frames
+        self.media = replace(self.media, frames=frames)
         super().__init__(path, offload_trajectory=offload_trajectory, **options)
 
     def latent_frames(self, factor: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -146,7 +147,8 @@ class Wan(VideoFolderPolicy):
         index = diffusers_folder.index(self.place)
         high = super().load_network()
         self.expand = bool(index.get("expand_timesteps"))
-        self.media_fps = 24.0 if self.expand else type(self).media_fps  # TI2V makes 24
+        if self.expand:  # TI2V
+            self.media = replace(self.media, fps=24.0)
         if index.get("boundary_ratio") is None:
             return high
         low = self.load_part(self.network, "transformer_2", self.compute)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.registry import POLICIES
+from mmrl.policies.base import MediaFormat
 from mmrl.zoo.models.diffusion.image_to_video import FirstFrame, Picture
 from mmrl.zoo.models.diffusion.video_pipeline import standardised
 from mmrl.zoo.models.diffusion.wan import Wan
@@ -78,5 +79,5 @@ class SkyReelsI2V(WanI2V):
 
     pipeline = "SkyReelsV2ImageToVideoPipeline"
     network = "SkyReelsV2Transformer3DModel"
-    media_fps = 24.0
+    media = MediaFormat(fps=24.0)
     also = ()

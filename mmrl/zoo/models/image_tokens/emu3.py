@@ -21,6 +21,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
+from mmrl.policies.base import MediaFormat
 from mmrl.policies.contracts import KeepsWhole
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens import causal
@@ -154,7 +155,7 @@ class Emu3(EncodedImagePolicy, KeepsWhole):
             **options,
         )
         factor = hf.model.vqmodel.vision_spatial_factor
-        self.media_size = (height * factor, width * factor)
+        self.media = MediaFormat((height * factor, width * factor))
         if lora is None:
             hf.model.vqmodel.requires_grad_(False)
 

@@ -17,6 +17,7 @@ from mmrl.core.effects import CHOOSES_WEIGHTS
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
+from mmrl.policies.base import MediaFormat
 from mmrl.policies.contracts import KeepsWhole
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens import causal
@@ -187,7 +188,7 @@ class Janus(EncodedImagePolicy, KeepsWhole):
         vq = hf.config.vq_config
         factor = 2 ** (len(vq.channel_multiplier) - 1)
         height, width = (side * factor for side in hf.model.vqmodel.quantize.quant_state_dims)
-        self.media_size = (height, width)
+        self.media = MediaFormat((height, width))
 
     def _special(self) -> tuple[int, int, int]:
         """Look up the ids of the first token, of padding, and of the token after which an image

@@ -19,6 +19,7 @@ from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
+from mmrl.policies.base import MediaFormat
 from mmrl.policies.diffusion import prompt_lengths
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
 from mmrl.policies.image_tokens import checkpoints
@@ -82,7 +83,7 @@ class LlamaGen(EncodedImagePolicy):
         shape = shape_of(published, str(file), 0, heads)
         stated = None if place.is_dir() else _trained_at(file, positions, shape, self.vq.factor)
         self.size = size or stated or PUBLISHED
-        self.media_size = (self.size, self.size)
+        self.media = MediaFormat((self.size, self.size))
         if self.size % self.vq.factor:
             raise UserError(
                 f"policy.llamagen.size {self.size} is not a multiple of {self.vq.factor}"

@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Copies, Point, Prompt, Rollout, per_prompt
-from mmrl.policies.base import NO_CONTEXT, RolloutContext
+from mmrl.policies.base import NO_CONTEXT, MediaFormat, RolloutContext
 from mmrl.policies.image_tokens import checkpoints
 from mmrl.policies.image_tokens.branching import grow
 from mmrl.policies.image_tokens.network import Inputs
@@ -83,7 +83,7 @@ class VAR(EncodedImagePolicy):
             )
         self.branch_at = branch_at
         side = self.vae.quantize.sides[-1] * self.vae.factor
-        self.media_size = (side, side)
+        self.media = MediaFormat((side, side))
         self.branches = branches if branch_at else 1
         self.pass_sizes.multiple = self.branches
 

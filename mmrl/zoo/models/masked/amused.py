@@ -17,8 +17,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Media, Prompt, Rollout
-from mmrl.policies.base import Precision
-from mmrl.policies.contracts import EncodesMedia
+from mmrl.policies.base import MediaFormat, Precision
+from mmrl.policies.contracts import EncodesMedia, Exports
 from mmrl.policies.demonstrations import encoded, placed_rows
 from mmrl.policies.diffusion import diffusers_folder, prompt_lengths
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
@@ -35,7 +35,7 @@ PROJECTIONS = tuple(
 
 
 @POLICIES.register("amused")
-class Amused(MaskedDiffusion, EncodesMedia):
+class Amused(MaskedDiffusion, EncodesMedia, Exports):
     """Trains aMUSEd from a folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, CLIP)."""
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="image")
@@ -86,6 +86,7 @@ class Amused(MaskedDiffusion, EncodesMedia):
             if side < factor * even or side % (factor * even):
                 raise UserError(f"policy option size {side} is not a multiple of {factor * even}")
         self.micro = (sides[1], sides[0])  # the pipeline's order: width first
+        self.media = MediaFormat((sides[0], sides[1]))
         return sides[0] // factor, sides[1] // factor
 
     def load_texts(self) -> Any:
@@ -172,10 +173,6 @@ class Amused(MaskedDiffusion, EncodesMedia):
         samples, present = encoded(self, answers)
         blank = torch.full((len(answers), self.length), self.mask_id, device=self.device)
         return placed_rows(samples, present, blank), present
-
-    @property
-    def media_size(self) -> tuple[int, int]:  # type: ignore[override]
-        return (self.micro[1], self.micro[0])
 
     @torch.no_grad()
     def encode_media(self, media: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.numbers import Count, Steps
 from mmrl.core.registry import POLICIES, import_name, locate
 from mmrl.core.types import Media, Prompt, Query, Rollout
-from mmrl.policies.base import Precision
+from mmrl.policies.base import MediaFormat, Precision
 from mmrl.policies.contracts import EncodesMedia
 from mmrl.policies.demonstrations import encoded, placed_rows
 from mmrl.policies.diffusion.text_encoding import texts_of
@@ -106,7 +106,7 @@ class MaskedImageLM(MaskedLM, EncodesMedia):
         known = isinstance(self.codec, Codec)
         self.pictures = Pictures(f"policy option decoder {decoder!r}", known)
         if isinstance(self.codec, Codec):
-            self.media_size = (side * self.codec.factor, side * self.codec.factor)
+            self.media = MediaFormat((side * self.codec.factor, side * self.codec.factor))
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Encode the prompts, and behind them the empty one, padded alike."""

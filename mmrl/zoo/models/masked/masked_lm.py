@@ -20,7 +20,7 @@ from mmrl.core.numbers import Count, Steps
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Completion, Media, Point, Prompt, Query, Rollout
 from mmrl.policies.base import Precision
-from mmrl.policies.contracts import WritesText
+from mmrl.policies.contracts import Exports, WritesText
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.masked.policy import MaskedDiffusion
 from mmrl.zoo.models import local_code
@@ -29,7 +29,7 @@ from samplers.noise import Rng
 
 
 @POLICIES.register("masked_lm")
-class MaskedLM(MaskedDiffusion, WritesText):
+class MaskedLM(MaskedDiffusion, WritesText, Exports):
     """Trains masked language models, which write text block after block (semi-autoregressive).
 
     LLaDA, MMaDA and Dream are read as published, without their code (``published.py``). The

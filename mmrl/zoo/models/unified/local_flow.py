@@ -40,7 +40,7 @@ from mmrl.policies.base import (
     without_empty,
 )
 from mmrl.policies.capabilities import Capabilities
-from mmrl.policies.contracts import EvaluatesGreedily, FillsIdleRows
+from mmrl.policies.contracts import EvaluatesGreedily, Exports, FillsIdleRows
 from mmrl.policies.diffusion.first_look import check_independence
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.lora import ATTENTION
@@ -56,7 +56,7 @@ from samplers.warp import Warp
 
 
 @POLICIES.register("unified_flow")
-class UnifiedFlow(FlowPolicy, EvaluatesGreedily, FillsIdleRows):
+class UnifiedFlow(FlowPolicy, EvaluatesGreedily, Exports, FillsIdleRows):
     """Trains your own code of a unified model: text token by token, pictures by flow (BAGEL).
 
     A prompt of the task ``generate`` is drawn, after a thought if ``think`` is set; one of the task

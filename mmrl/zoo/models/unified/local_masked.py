@@ -23,7 +23,7 @@ from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Copies, Media, Point, Prompt, Rollout, TokenOrder
 from mmrl.policies.base import NO_CONTEXT, Precision, RolloutContext, rows_and_groups
 from mmrl.policies.capabilities import Capabilities, Medium
-from mmrl.policies.contracts import Demonstrates, Guided
+from mmrl.policies.contracts import Demonstrates, Exports, Guided
 from mmrl.policies.demonstrations import sourced
 from mmrl.policies.masked.policy import Hidden
 from mmrl.policies.tokens import TokenPolicy, somewhere
@@ -79,7 +79,7 @@ View: TypeAlias = _Text | _Image
 
 
 @POLICIES.register("unified_masked")
-class UnifiedMasked(TokenPolicy, Demonstrates, Guided):
+class UnifiedMasked(TokenPolicy, Demonstrates, Guided, Exports):
     """Trains one masked transformer that answers in text and draws in codes (MMaDA, Lumina-DiMOO).
 
     A row is W places for words and N for codes, of which it has one kind: a prompt of the task
@@ -139,7 +139,7 @@ class UnifiedMasked(TokenPolicy, Demonstrates, Guided):
         for _, view in self.kinds:
             view.owner = self
         self.width = max_new_tokens  # W
-        self.media_size = self.image.media_size
+        self.media = self.image.media
         super().__init__(loaded[1], **options)
         self.guidance_scale = picture.guidance_scale
         self.report.code = local_code.files_of(self.net) if remote_code else {}
