@@ -22,6 +22,7 @@ from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 from mmrl.core.model_folders import check_libraries
 from mmrl.policies.diffusion import minimax_h3
+from mmrl.policies.diffusion.library_objects import override
 from mmrl.policies.diffusion.self_stepping import by_scheduler
 
 INDEX = "modular_model_index.json"
@@ -180,7 +181,7 @@ def adapted(pipe: Any) -> Any:
 
     _declare_once(list(tree(pipe._blocks)))
     call.__signature__ = _signature(pipe)  # type: ignore[attr-defined]
-    pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"__call__": call})
+    override(pipe, __call__=call)
     return pipe
 
 
@@ -289,9 +290,7 @@ def _guide(pipe: Any, chosen: dict[str, Any]) -> None:
 
 def _let_gradients_through(block: Any) -> None:
     """Take off the decorator that turns gradients off in a block's call."""
-    cls = type(block)
-    plain = inspect.unwrap(cls.__call__)
-    block.__class__ = type(cls.__name__, (cls,), {"__call__": plain})
+    override(block, __call__=inspect.unwrap(type(block).__call__))
 
 
 def _declare_once(blocks: list[Any]) -> None:
@@ -300,8 +299,7 @@ def _declare_once(blocks: list[Any]) -> None:
     # all before any is kept: a block changes what the ones inside it have said
     declared = [{name: getattr(block, name) for name in DECLARED} for block in blocks]
     for block, values in zip(blocks, declared, strict=True):
-        cls = type(block)
-        block.__class__ = type(cls.__name__, (cls,), values)
+        override(block, **values)
 
 
 def _prepare_by_the_pipeline(block: Any, name: str, method: str) -> None:
@@ -324,4 +322,4 @@ def _prepare_by_the_pipeline(block: Any, name: str, method: str) -> None:
             state.set(name, prepared(pipe, state.get(name)))
         return pipe, state
 
-    block.__class__ = type(cls.__name__, (cls,), {"__call__": call})
+    override(block, __call__=call)

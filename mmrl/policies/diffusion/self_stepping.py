@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, cat
 
+from mmrl.policies.diffusion.library_objects import override
+
 LOOP = "EchoDenoiseLoopStep"  # sets the sigmas
 STEP = "EchoLoopAfterDenoiser"  # makes the next latents of the predicted data
 SOUND_SCHEDULER = "audio_scheduler"
@@ -30,13 +32,8 @@ def by_scheduler(pipe: Any, blocks: list[Any]) -> None:
     if getattr(pipe, "scheduler", None) is not None or not {LOOP, STEP} <= set(by_name):
         return
     pipe.__dict__["scheduler"] = FlowMatchLCMScheduler()
-    _replace(by_name[LOOP], _with_times(type(by_name[LOOP])))
-    _replace(by_name[STEP], _step)
-
-
-def _replace(block: Any, call: Any) -> None:
-    cls = type(block)
-    block.__class__ = type(cls.__name__, (cls,), {"__call__": call})
+    override(by_name[LOOP], __call__=_with_times(type(by_name[LOOP])))
+    override(by_name[STEP], __call__=_step)
 
 
 def _with_times(cls: Any) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.policies.diffusion.library_objects import override
+
 COMBINED = ("KandinskyV22CombinedPipeline",)
 DECODERS = ("KandinskyV22Pipeline",)  # the second stages alone
 REMEMBERED = 1 << 14  # rows of prompts
@@ -101,8 +103,7 @@ def decoder_with_prior(pipe: Any) -> Any:
         return (image / 2 + 0.5 if arguments.get("output_type") == "pt" else image,)
 
     call.__signature__ = _signature(plain)  # type: ignore[attr-defined]
-    methods = {"__call__": call, ROWS: True}
-    decoder.__class__ = type(type(pipe).__name__, (type(decoder),), methods)
+    override(decoder, type(pipe).__name__, __call__=call, **{ROWS: True})
     return decoder
 
 

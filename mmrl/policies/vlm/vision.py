@@ -22,13 +22,14 @@ def quicken(hf: Any, xformers: bool = False) -> None:
 
     if hf.config.model_type not in PACKED:
         return
-    for module in hf.modules():
-        if (
-            type(module) is nn.Conv3d
-            and module.kernel_size == module.stride
-            and not any(module.padding)
-        ):
-            module.__class__ = Patches
+    for module in list(hf.modules()):
+        for name, child in module.named_children():
+            if (
+                type(child) is nn.Conv3d
+                and child.kernel_size == child.stride
+                and not any(child.padding)
+            ):
+                setattr(module, name, Patches(child))
     name, attend = ("xformers", by_xformers) if xformers else ("sdpa", by_length)
     AttentionInterface.register(FLASH + name, _interface(attend))
     hf.config.vision_config._attn_implementation = FLASH + name
@@ -36,7 +37,11 @@ def quicken(hf: Any, xformers: bool = False) -> None:
 
 class Patches(nn.Conv3d):
     """Applies a convolution to single patches as a product of matrices, which is many times as
-    fast."""
+    fast; its weights and settings are those of ``plain``."""
+
+    def __init__(self, plain: nn.Conv3d):
+        nn.Module.__init__(self)
+        vars(self).update(vars(plain))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [N, out, 1, 1, 1] of patches [N, C, T, H, W] of the kernel's own size."""

@@ -1,5 +1,7 @@
 """Towers that compute in fewer calls give what transformers' own loops give."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -36,9 +38,7 @@ def test_pieces_attend_to_themselves_only(lengths):
 def test_patches_are_embedded_as_by_a_convolution():
     torch.manual_seed(0)
     plain = nn.Conv3d(3, 6, (2, 4, 4), stride=(2, 4, 4), dtype=torch.float64)
-    quick = nn.Conv3d(3, 6, (2, 4, 4), stride=(2, 4, 4), dtype=torch.float64)
-    quick.load_state_dict(plain.state_dict())
-    quick.__class__ = Patches
+    quick = Patches(deepcopy(plain))
     for size in ((2, 4, 4), (4, 8, 8)):  # patches, and a whole video
         x = torch.randn(5, 3, *size, dtype=torch.float64)
         torch.testing.assert_close(quick(x), plain(x), atol=1e-12, rtol=0)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
+from mmrl.policies.diffusion.library_objects import override
 from mmrl.policies.diffusion.self_stepping import SOUND_SCHEDULER
 from mmrl.zoo.models.any_pipeline import held_frames, replay_exploding
 from mmrl.zoo.models.any_pipeline.replay_consistency import settings
@@ -162,8 +163,7 @@ class Replay:
                 # a picture to change is encoded there, which a state in its place has no need of
                 prepare = once(prepare, partial(self._asked_state, number))
             pipe.__dict__[name] = self._preparing(number, prepare)
-        pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"_execution_device": place_of})
-        pipe.__dict__["_replay_device"] = device
+        override(pipe, _execution_device=property(lambda _: device()))
         pipe.set_progress_bar_config(disable=True)
 
     def conditions(self, call: dict[str, Any], steps: int) -> Conditions:
@@ -477,10 +477,3 @@ class Replay:
                 yield
         finally:
             self.run = None
-
-
-@property  # type: ignore[misc]
-def place_of(pipe: Any) -> torch.device:
-    """Return the device of the trained network, wherever other parts wait."""
-    device: torch.device = pipe.__dict__["_replay_device"]()
-    return device

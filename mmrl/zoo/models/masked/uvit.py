@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch.nn.functional as F
@@ -50,31 +49,30 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
     return parts
 
 
-@cache
-def _head() -> type[nn.Module]:
-    """Make the class of the head; inside a function since diffusers is heavy to import."""
-    from diffusers.models.unets.uvit_2d import ConvMlmLayer
+class SelectiveHead:
+    """Gives all logits of a head, a ConvMlmLayer, or those at ``selection`` (where [B, L], guidance
+    scale) only, in place of its ``forward``."""
 
-    class Head(ConvMlmLayer):
-        """Gives all logits, or those at ``selection`` (where [B, L], guidance scale) only."""
+    selection: tuple[Tensor, float | None] | None = None
 
-        selection: tuple[Tensor, float | None] | None = None
+    def __init__(self, layer: Any):
+        self.layer = layer
+        self.whole = layer.forward
 
-        def forward(self, hidden_states: Tensor) -> Tensor:
-            """Return logits [N, V] of hidden states [B, C, h, w], whose second half is
-            unconditional if there is a scale."""
-            if self.selection is None:
-                logits: Tensor = super().forward(hidden_states)
-                return logits
-            where, scale = self.selection
-            flat = hidden_states.flatten(2).transpose(1, 2)  # [B, L, C]
-            parts = [selected(half, where) for half in ([flat] if scale is None else flat.chunk(2))]
-            h = [self.layer_norm(_pointwise(self.conv1, part)) for part in parts]
-            # 1 - s and s add up to 1: affine is after
-            mixed = h[0] if scale is None else h[1] + scale * (h[0] - h[1])
-            return _pointwise(self.conv2, mixed)
-
-    return Head
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Return logits [N, V] of hidden states [B, C, h, w], whose second half is unconditional if
+        there is a scale."""
+        if self.selection is None:
+            logits: Tensor = self.whole(hidden_states)
+            return logits
+        where, scale = self.selection
+        layer = self.layer
+        flat = hidden_states.flatten(2).transpose(1, 2)  # [B, L, C]
+        parts = [selected(half, where) for half in ([flat] if scale is None else flat.chunk(2))]
+        h = [layer.layer_norm(_pointwise(layer.conv1, part)) for part in parts]
+        # 1 - s and s add up to 1: affine is after
+        mixed = h[0] if scale is None else h[1] + scale * (h[0] - h[1])
+        return _pointwise(layer.conv2, mixed)
 
 
 def _pointwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
@@ -86,15 +84,16 @@ def quicken(net: Any, kernel: Kernel) -> None:
     """Let a UVit2DModel take texts by rows and compute logits at some places only; its output stays
     the same."""
     net.set_attn_processor(SharedText(kernel))
-    net.mlm_layer.__class__ = _head()
+    net.mlm_layer.forward = SelectiveHead(net.mlm_layer)
 
 
 @contextmanager
 def asking(net: Any, where: Tensor, scale: float | None) -> Iterator[None]:
     """Make passes within the block return logits [N, V] at ``where`` [B, L] only, guided with a
     scale."""
-    net.mlm_layer.selection = where, scale
+    head = net.mlm_layer.forward
+    head.selection = where, scale
     try:
         yield
     finally:
-        net.mlm_layer.selection = None
+        head.selection = None
