@@ -97,26 +97,13 @@ def load(
     import diffusers
 
     cls = getattr(diffusers, index["_class_name"])
-    blocks = getattr(diffusers, index["_blocks_class_name"])
-    # of a class that says nothing where blocks were put together by hand
-    tree_of_blocks = blocks() if blocks.block_classes else None
-    tree_of_blocks = tree_of_blocks or getattr(diffusers, cls.default_blocks_name)()
-    tree_of_blocks = deepcopy(tree_of_blocks)  # the inner ones belong to the library's module
-    minimax_h3.without_references(list(tree(tree_of_blocks)))
-    for name in skip_blocks:
-        if name not in tree_of_blocks.sub_blocks:
-            raise UserError(
-                f"policy option skip_blocks: {cls.__name__} has no block {name!r}; it has: "
-                f"{', '.join(tree_of_blocks.sub_blocks)}"
-            )
-        tree_of_blocks.sub_blocks.pop(name)
-
-    pipe = cls(blocks=tree_of_blocks, pretrained_model_name_or_path=place)
+    blocks = _blocks(cls, getattr(diffusers, index["_blocks_class_name"]), skip_blocks)
+    pipe = cls(blocks=blocks, pretrained_model_name_or_path=place)
     networks = {} if make is None else _made(pipe, dtypes, make)
     names = [name for name in pipe.pretrained_component_names if name not in networks]
     skip = (
         f"leave out blocks that you do not need by the policy option skip_blocks, of: "
-        f"{', '.join(tree_of_blocks.sub_blocks)}"
+        f"{', '.join(blocks.sub_blocks)}"
     )
     try:
         pretrained.load_components(pipe, names, dtypes)
@@ -135,6 +122,25 @@ def load(
             f"where its index says; {skip}"
         )
     return adapted(pipe)
+
+
+def _blocks(cls: Any, kind: Any, skipped: Sequence[str]) -> Any:
+    """Make the tree of blocks of a pipeline, without those of these names."""
+    import diffusers
+
+    # of a class that says nothing where blocks were put together by hand
+    blocks = kind() if kind.block_classes else None
+    blocks = blocks or getattr(diffusers, cls.default_blocks_name)()
+    blocks = deepcopy(blocks)  # the inner ones belong to the library's module
+    minimax_h3.without_references(list(tree(blocks)))
+    for name in skipped:
+        if name not in blocks.sub_blocks:
+            raise UserError(
+                f"policy option skip_blocks: {cls.__name__} has no block {name!r}; it has: "
+                f"{', '.join(blocks.sub_blocks)}"
+            )
+        blocks.sub_blocks.pop(name)
+    return blocks
 
 
 def _made(pipe: Any, dtypes: dict[str, torch.dtype], make: Any) -> dict[str, Any]:

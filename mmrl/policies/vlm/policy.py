@@ -299,14 +299,7 @@ class VLM(
             if self.refill == "plan":
                 self.lengths.learn(self.device)
         else:
-            requests = [
-                request
-                for prompt, size in zip(prompts, per_prompt(copies, len(prompts)), strict=True)
-                for request in [self.inputs.engine_prompt(prompt)] * size
-            ]
-            answers = ask(
-                self.outside, self.net.hf, requests, row, rng, self.warp, self.ending, self.clock
-            )
+            answers = self._asked(prompts, copies, row, rng)
         rollout = self._recorded(answers, cond, group, row).replace(prompts=tuple(shown))
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
@@ -316,6 +309,17 @@ class VLM(
         rows = sent(last, self.device)
         corrected = with_ground_truth(self, rollout, context.ground_truth, rows, size)
         return self._finished(corrected, size)
+
+    def _asked(self, prompts: list[Prompt], copies: Copies, row: Tensor, rng: Rng) -> Answers:
+        """Let the engine outside answer the prompts."""
+        requests = [
+            request
+            for prompt, size in zip(prompts, per_prompt(copies, len(prompts)), strict=True)
+            for request in [self.inputs.engine_prompt(prompt)] * size
+        ]
+        return ask(
+            self.outside, self.net.hf, requests, row, rng, self.warp, self.ending, self.clock
+        )
 
     def _finished(self, rollout: Rollout, size: int) -> Rollout:
         """Record what is measured of whole answers."""

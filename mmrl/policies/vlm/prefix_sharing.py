@@ -209,18 +209,9 @@ class SharedPrefix(nn.Module):
         """
         answer_routes = inputs.get("answer_routes")
         inputs = {name: x for name, x in inputs.items() if name != "answer_routes"}
-        on_rows = on_host(where)
-        length = int(on_rows.any(0).nonzero().max()) + 1
-        if self.share and sharded(self):  # gathered for prompts, then for answers of any length
-            length = max(length, 2)
-            ids, where, on_rows = (
-                F.pad(x, (0, max(0, length - x.shape[1]))) for x in (ids, where, on_rows)
-            )
-        ids = ids[:, :length]
-        where = where[:, :length]
-        remember(where, on_rows[:, :length])
+        ids, where, on_rows = self._trimmed(ids, where)
         if self.share:
-            if self.packed or self._sparse(inputs["input_ids"].numel(), on_rows[:, :length]):
+            if self.packed or self._sparse(inputs["input_ids"].numel(), on_rows):
                 hidden = self._packed(inputs, rows, ids, where)
             else:
                 hidden = selected(self._shared(inputs, rows, ids, answer_routes), where)
@@ -238,6 +229,20 @@ class SharedPrefix(nn.Module):
             place,
             compiled,
         )
+
+    def _trimmed(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Leave out the columns behind the last token that is scored; also returns ``where`` on the
+        host."""
+        on_rows = on_host(where)
+        length = int(on_rows.any(0).nonzero().max()) + 1
+        if self.share and sharded(self):  # gathered for prompts, then for answers of any length
+            length = max(length, 2)
+            ids, where, on_rows = (
+                F.pad(x, (0, max(0, length - x.shape[1]))) for x in (ids, where, on_rows)
+            )
+        ids, where, on_rows = ids[:, :length], where[:, :length], on_rows[:, :length]
+        remember(where, on_rows)
+        return ids, where, on_rows
 
     def _sparse(self, of_prompts: int, where: Tensor) -> bool:
         """Tell whether a pass over so many tokens of prompts and answers ``where`` [B, T], on the

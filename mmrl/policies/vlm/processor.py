@@ -278,29 +278,8 @@ class Inputs:
             if not marked[kind]:
                 first = next((m for m in messages if m["role"] == "user"), messages[-1])
                 first["content"] = [{"type": kind}] * counts[kind] + first["content"]
-        sources: dict[str, list[Any]] = {"image": [], "video": [], "audio": []}
-        listed_rates, rates = rates_of(prompt, counts["video"]), []
-        for part in (p for m in messages for p in m["content"] if p["type"] in sources):
-            kind = part["type"]
-            path = next(
-                (part[key] for key in (kind, "path", "url") if part.get(key) is not None), None
-            )
-            if path is None and not waiting[kind]:
-                raise UserError(
-                    f"{where(prompt)}: its text has more <{kind}> placeholders than the "
-                    f"prompt has {kind}s "
-                    f"({marked[kind]} and {counts[kind]}); remove some, or give the missing {kind}s"
-                )
-            if kind == "video":
-                rates.append(listed_rates.pop(0) if path is None else rate_of_part(part, prompt))
-            sources[kind].append(path if path is not None else waiting[kind].pop(0))
-        for kind, rest in waiting.items():
-            if rest:
-                raise UserError(
-                    f"{where(prompt)}: its text has {marked[kind]} <{kind}> placeholders "
-                    f"for {counts[kind]} {kind}s; "
-                    f"write one for every {kind}, or none at all"
-                )
+        parts = [p for m in messages for p in m["content"] if p["type"] in waiting]
+        sources, rates = _sources_of(prompt, parts, waiting, marked)
         most = self.budgets.max_pixels
         images = [shown_image(each, prompt, n, most) for n, each in enumerate(sources["image"])]
         videos = [
@@ -477,6 +456,38 @@ class Inputs:
     def _merge(self, kind: str) -> int:
         side: int = getattr(getattr(self.processor, f"{kind}_processor"), "merge_size", 1)
         return side
+
+
+def _sources_of(
+    prompt: Prompt,
+    parts: list[dict[str, Any]],
+    waiting: dict[str, list[Any]],
+    marked: dict[str, int],
+) -> tuple[dict[str, list[Any]], list[Any]]:
+    """Find the file of every part of pictures, videos and sounds: its own, or the next of the
+    prompt's, ``waiting``; also the rates of the videos. ``marked``: the placeholders of a text."""
+    counts = {kind: len(files) for kind, files in waiting.items()}
+    sources: dict[str, list[Any]] = {kind: [] for kind in waiting}
+    listed_rates, rates = rates_of(prompt, counts["video"]), []
+    for part in parts:
+        kind = part["type"]
+        path = next((part[key] for key in (kind, "path", "url") if part.get(key) is not None), None)
+        if path is None and not waiting[kind]:
+            raise UserError(
+                f"{where(prompt)}: its text has more <{kind}> placeholders than the prompt has "
+                f"{kind}s ({marked[kind]} and {counts[kind]}); remove some, or give the missing "
+                f"{kind}s"
+            )
+        if kind == "video":
+            rates.append(listed_rates.pop(0) if path is None else rate_of_part(part, prompt))
+        sources[kind].append(path if path is not None else waiting[kind].pop(0))
+    for kind, rest in waiting.items():
+        if rest:
+            raise UserError(
+                f"{where(prompt)}: its text has {marked[kind]} <{kind}> placeholders for "
+                f"{counts[kind]} {kind}s; write one for every {kind}, or none at all"
+            )
+    return sources, rates
 
 
 def _unlike(videos: Sequence[Video]) -> str:

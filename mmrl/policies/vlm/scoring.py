@@ -133,7 +133,32 @@ class Passes(TokenPolicy, ReadsPrompts, Branches):
         return {name: x.to(dtype) if is_pixels(name) else x for name, x in placed.items()}
 
     def _batch(self, encoded: list[Encoded]) -> Encoded:
-        """Join prompts to one left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
+        """Join prompts to one left-padded batch, with ``position_ids`` [P, S] or [3, P, S]."""
+        encoded, unseen = self._with_pictures(encoded)
+        image_features = self._image_features(encoded)
+        if not image_features:
+            self.towered += sum(images_in(prompt) for prompt in encoded)
+        left_out = ("places", "routes", *(features.PIXELS if image_features else ()))
+        batch = (
+            self.inputs.collate(
+                [{k: v for k, v in prompt.items() if k not in left_out} for prompt in encoded]
+            )
+            | image_features
+        )
+        length = batch["input_ids"].shape[1]
+        places = [
+            F.pad(prompt["places"], (0, 0, length - prompt["places"].shape[1], 0))
+            for prompt in encoded
+        ]
+        position_ids = torch.cat(places).permute(2, 0, 1)
+        known = padded([prompt.get("routes") for prompt in encoded], length, position_ids)
+        if known is not None:
+            batch = batch | {"routes": known}
+        one_axis = len(position_ids) == 1
+        return batch | unseen | {"position_ids": position_ids[0] if one_axis else position_ids}
+
+    def _with_pictures(self, encoded: list[Encoded]) -> tuple[list[Encoded], dict[str, Any]]:
+        """Add what the vision tower must see: extra prompts, and what else goes into the batch.
 
         Of many processes all must pass something through the vision tower in every pass, or its
         gradients are waited for: where no prompt has an image, an extra prompt without answers
@@ -156,27 +181,7 @@ class Passes(TokenPolicy, ReadsPrompts, Branches):
                 unseen = {"witness": picture}
             else:
                 encoded = [*encoded, witness]
-        image_features = self._image_features(encoded)
-        if not image_features:
-            self.towered += sum(images_in(prompt) for prompt in encoded)
-        left_out = ("places", "routes", *(features.PIXELS if image_features else ()))
-        batch = (
-            self.inputs.collate(
-                [{k: v for k, v in prompt.items() if k not in left_out} for prompt in encoded]
-            )
-            | image_features
-        )
-        length = batch["input_ids"].shape[1]
-        places = [
-            F.pad(prompt["places"], (0, 0, length - prompt["places"].shape[1], 0))
-            for prompt in encoded
-        ]
-        position_ids = torch.cat(places).permute(2, 0, 1)
-        known = padded([prompt.get("routes") for prompt in encoded], length, position_ids)
-        if known is not None:
-            batch = batch | {"routes": known}
-        one_axis = len(position_ids) == 1
-        return batch | unseen | {"position_ids": position_ids[0] if one_axis else position_ids}
+        return encoded, unseen
 
     def _lacking(self, encoded: list[Encoded]) -> list[Blank]:
         """Say what these prompts lack for the tower to make the passes that it makes on other
@@ -301,15 +306,7 @@ class Passes(TokenPolicy, ReadsPrompts, Branches):
                 first = torch.zeros_like(where[at])
                 first[:, 0] = True
                 scored[0] = _beside(scored[0], of_rows(at, first))
-        if len(scored) == 1:
-            return scored[0]
-        number = where.flatten().cumsum(0).view_as(where) - 1
-        order = torch.cat([number[at][where[at]] for at in kinds]).argsort()
-        hidden, logprob = (
-            torch.cat(x)[order] for x in ([h for h, _ in scored], [s.logprob for _, s in scored])
-        )
-        entropies = [s.entropy for _, s in scored if s.entropy is not None]
-        return hidden, Scored(logprob, torch.cat(entropies)[order] if entropies else None)
+        return scored[0] if len(scored) == 1 else _joined(scored, kinds, where)
 
     @abstractmethod
     def _check(self, cond: list[Encoded]) -> None:
@@ -447,6 +444,19 @@ class Passes(TokenPolicy, ReadsPrompts, Branches):
         else:
             prefix = self.net("read", inputs)
             generate(Task(self.net, prefix, rows, rows, Rng.of("try"), self.warp, endless))
+
+
+def _joined(
+    scored: list[tuple[Tensor, Scored]], kinds: list[Tensor], where: Tensor
+) -> tuple[Tensor, Scored]:
+    """Put what was scored kind by kind, of the rows ``kinds``, in the order of ``where`` [B, T]."""
+    number = where.flatten().cumsum(0).view_as(where) - 1
+    order = torch.cat([number[at][where[at]] for at in kinds]).argsort()
+    hidden, logprob = (
+        torch.cat(x)[order] for x in ([h for h, _ in scored], [s.logprob for _, s in scored])
+    )
+    entropies = [s.entropy for _, s in scored if s.entropy is not None]
+    return hidden, Scored(logprob, torch.cat(entropies)[order] if entropies else None)
 
 
 def _beside(scored: tuple[Tensor, Scored], filler: tuple[Tensor, Scored]) -> tuple[Tensor, Scored]:
