@@ -377,8 +377,28 @@ def guided(policy, rollout):
     assert policy.guidance_scale == before
 
 
+def varies_size(policy, rollout):
+    assert {policy.size_of(prompt) for prompt in rollout.prompts} == {policy.media.size}
+
+
+def groups_parameters(policy, rollout):
+    grouped = [p for group in policy.parameter_groups() for p in group.parameters]
+    trained = [p for p in policy.net.parameters() if p.requires_grad]
+    assert sorted(map(id, grouped)) == sorted(map(id, trained))
+
+
+def stateful(policy, rollout):
+    state = json.loads(json.dumps(policy.state_dict()))
+    policy.load_state_dict(state)
+    assert policy.state_dict() == state
+
+
+def compiles(policy, rollout):
+    assert policy.compiled is False  # none of the variants asks for it
+
+
 def elsewhere(policy, rollout):
-    """Tested by the last test of this file, or with processes (tests/train)."""
+    """Tested by the last test of this file, with processes (tests/train), or by family."""
 
 
 # what a policy must do that keeps one of mmrl/policies/contracts.py
@@ -402,6 +422,11 @@ KEPT = {
     contracts.Guided: guided,
     contracts.EvaluatesGreedily: elsewhere,
     contracts.SplitsSequences: elsewhere,
+    contracts.Exports: elsewhere,
+    contracts.VariesSize: varies_size,
+    contracts.GroupsParameters: groups_parameters,
+    contracts.Stateful: stateful,
+    contracts.Compiles: compiles,
 }
 
 
