@@ -36,7 +36,6 @@ from mmrl.policies.base import (
     rows_and_groups,
 )
 from mmrl.policies.contracts import (
-    Compiles,
     Demonstrates,
     EvaluatesGreedily,
     Exports,
@@ -117,7 +116,6 @@ class VLM(
     NamesSpaces,
     GroupsParameters,
     Stateful,
-    Compiles,
     Exports,
 ):
     """Trains vision-language models, which answer images, videos or text in text; any folder or hub

@@ -19,7 +19,7 @@ from mmrl.core.metrics import Stopwatch
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Point, Prompt, Rollout, tree_map
 from mmrl.policies.base import Drafts
-from mmrl.policies.contracts import Branches, ReadsPrompts
+from mmrl.policies.contracts import Branches, Compiles, ReadsPrompts
 from mmrl.policies.scores import Scored
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features, media
@@ -47,7 +47,7 @@ Blank = Callable[[], Prompt]
 KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the next
 
 
-class Passes(TokenPolicy, ReadsPrompts, Branches):
+class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
     """Turns prompts into passes of the network, a ``SharedPrefix``, to sample and to score."""
 
     net: SharedPrefix
