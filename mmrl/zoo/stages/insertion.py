@@ -133,8 +133,8 @@ def demonstrated(
     if not most:
         return inserted(setup.policy, drawn, [], grows), 0.0
     prompts = [prompt for _, prompt, _ in due]
-    made = setup.policy.media
-    answers = [answer.media(made.frames, made.fps) for _, _, answer in due]
+    media_format = setup.policy.media
+    answers = [answer.media(media_format.frames, media_format.fps) for _, _, answer in due]
     idle = most - len(due)  # every process makes equally many passes
     rng = Rng.of(setup.options.seed, iteration, "demonstrate")
     policy = Demonstrates.of(setup.policy)

@@ -108,8 +108,8 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
 
     def __init__(self, path: str, **options: Any):
         super().__init__(path, **options)
-        kept = self.frames - (LEFT_OUT if self.joined else 0)
-        self.media = replace(self.media, frames=kept)
+        frames = self.frames - (LEFT_OUT if self.joined else 0)
+        self.media = replace(self.media, frames=frames)
         self.texts = self.texts.of(self.encode_requests)
 
     @property
