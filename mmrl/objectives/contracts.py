@@ -46,7 +46,7 @@ class WeighsPoints(Objective):
     """Weighs the points of a step by what all of them are."""
 
     @abstractmethod
-    def weigh(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
+    def before_step(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
         """Look at what an optimizer step trains on, before its points are made: the mask [B, L] of
         every point, and whether it is re-noised. Called alike on all processes."""
 
@@ -55,13 +55,13 @@ class HasTeacher(Objective):
     """Compares the policy with a model that is loaded beside it."""
 
     @abstractmethod
-    def meet(self, policy: Policy) -> None:
+    def setup(self, policy: Policy) -> None:
         """Look at the policy before the first iteration; load what is needed beside it. Raises
         UserError where something does not fit it."""
 
     @abstractmethod
-    def stand_in(self, policy: Policy) -> None:
-        """Take the policy for what ``meet`` would load, as a dry run does, which only counts."""
+    def setup_dry_run(self, policy: Policy) -> None:
+        """Take the policy for what ``setup`` would load, as a dry run does, which only counts."""
 
 
 class ChecksRows(Objective):
@@ -92,7 +92,7 @@ class MovesSnapshots(Objective):
     """Moves its snapshots from iteration to iteration."""
 
     @abstractmethod
-    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+    def begin_iteration(self, weights: Weights, iteration: int, rng: Rng) -> None:
         """Prepare iteration ``iteration`` (from 0): update snapshots, choose
         ``behavior_policy``.
 

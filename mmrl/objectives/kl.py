@@ -417,7 +417,7 @@ class Regularised(MovesSnapshots, Stateful):
 
     term: KLTerm
 
-    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+    def begin_iteration(self, weights: Weights, iteration: int, rng: Rng) -> None:
         if self.term.name in self.snapshots:
             self.term.reference.follow(weights, iteration)
 

@@ -112,7 +112,7 @@ class Stage:
         ``options`` ask; an empty key: the stage as a whole."""
         return iter(())
 
-    def meet(self, setup: Setup) -> None:
+    def setup(self, setup: Setup) -> None:
         """Look at the parts of the run, where ``train.stages`` names the stage, before the first
         iteration. May raise UserError."""
 
@@ -166,7 +166,7 @@ def stages_of(setup: Setup) -> list[Stage]:
     built = [stage for kind in kinds if (stage := kind.build(setup)) is not None]
     named: list[Stage] = deepcopy([*setup.options.stages])
     for stage in named:
-        stage.meet(setup)
+        stage.setup(setup)
     place = {kind: i for i, kind in enumerate(kinds) if kind.__module__.startswith("mmrl.")}
     every = sorted([*built, *named], key=lambda stage: place.get(type(stage), len(kinds)))
     for name, count in Counter(stage.saved_as for stage in every if stage.saved_as).items():

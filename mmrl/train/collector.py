@@ -110,7 +110,9 @@ class Collector:
         prompts, sizes = self.next_prompts()
         local = slice(first, first + self.plan.prompts_per_process)
         if isinstance(self.objective, MovesSnapshots):
-            self.objective.revisit(self.policy.weights, self.iteration, self._rng("checkpoints"))
+            self.objective.begin_iteration(
+                self.policy.weights, self.iteration, self._rng("checkpoints")
+            )
         for stage in self.stages:
             stage.begin(self.iteration)
         rng = Rng(self._rng("rollout").key).after(sizes, first)

@@ -77,7 +77,7 @@ def _dealt(sizes: Sequence[int], steps: int) -> Tensor:
     return torch.tensor(chosen).repeat_interleave(torch.tensor(sizes))
 
 
-def taught(rollout: Rollout) -> Rollout:
+def mask_zero_advantage(rollout: Rollout) -> Rollout:
     """Leave only decisions of rows to train on whose advantage, or a part of it, is not 0."""
     advantage = rollout.advantages() if rollout.advantage_parts is None else rollout.advantage_parts
     rows = advantage.flatten(1).ne(0).any(1)

@@ -61,7 +61,7 @@ class Passes:
         else:
             points = Points(make)
         if isinstance(self.objective, WeighsPoints):
-            self.objective.weigh([(part.mask, part.renoised) for part in points.outline])
+            self.objective.before_step([(part.mask, part.renoised) for part in points.outline])
         return points
 
     def most_rows(self) -> int:

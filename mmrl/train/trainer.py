@@ -65,7 +65,7 @@ class Trainer(Collector):
             policy.weights.keep(name)
         checks.suits(objective, policy, options)
         if isinstance(objective, HasTeacher):
-            objective.meet(policy)
+            objective.setup(policy)
         checks.whole_questions(prompts, self.plan.prompts_per_process)
         checks.one_size(prompts, options)
         differentiable = getattr(scorer, "differentiable", None)

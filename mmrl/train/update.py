@@ -149,7 +149,7 @@ class Update:
         if not trained > 0:
             return False
         if self.options.skip_zero_advantage:
-            points = self.passes.points(minibatches.taught(rollout), rng, on_policy)
+            points = self.passes.points(minibatches.mask_zero_advantage(rollout), rng, on_policy)
         total = 1.0 if mode == "token_sum" else total
         share = sums.new_full((), total / self.device.processes)
         meter.put("loss", torch.zeros_like(share), share)

@@ -285,8 +285,8 @@ def test_the_options_of_an_entry_can_be_written_and_checked():
 
 def test_an_unknown_option_is_refused_with_what_there_is():
     for kind, name in ENTRIES:
-        if getattr(ALL[kind][name], "option", ""):
-            continue  # a stage that an option of train asks for is not named itself
+        if ALL[kind].unfit(ALL[kind][name]):
+            continue  # a stage that something else asks for is not named itself
         with pytest.raises(UserError, match="no_such_option: unknown option") as error:
             build({name: {"no_such_option": 1}}, ALL[kind], kind)
         options = registry.options(ALL[kind][name])
@@ -435,7 +435,7 @@ def toy_points(
     if isinstance(objective, Distill):
         objective.teachers, objective.loaded = [Teacher(partial(another, family))], []
     if isinstance(objective, HasTeacher):
-        objective.meet(policy)
+        objective.setup(policy)
     for name in {"ref", objective.behavior_policy, *objective.snapshots} - {"live"}:
         policy.weights.keep(name)
     with torch.no_grad():

@@ -48,7 +48,7 @@ def moved(policy, by=0.05):
 
 
 def points_of(policy, objective, prompts):
-    objective.meet(policy)
+    objective.setup(policy)
     with torch.no_grad():
         rollout = policy.rollout(prompts, 2, Rng.of("rollout"))
     advantage = torch.zeros_like(rollout.logprob[:, :1])
@@ -212,7 +212,7 @@ def test_beside_rewards_it_is_added_to_their_policy_gradient():
     plain = config.build({"policy_gradient": {"clip_range": 0.1}}, OBJECTIVES)
     assert mixed.requires.compares and not alone.requires.compares
     (point,) = points_of(policy, mixed, toys.prompts(2))
-    alone.meet(policy)
+    alone.setup(policy)
     point = point.replace(advantage=torch.linspace(-1, 1, len(point), dtype=torch.float64)[:, None])
     wanted = alone.loss(policy, point) + 0.5 * plain.loss(policy, point)
     torch.testing.assert_close(mixed.loss(policy, point), wanted)

@@ -488,7 +488,7 @@ def test_distances_of_velocities_share_weights_and_reference(name):
     loss = [each.loss(policy, point) for each in (objective, at_half, without)]
     torch.testing.assert_close(loss[0], loss[1])
     assert (loss[1] - loss[2]).min() > 0
-    objective.revisit(policy.weights, 3, Rng.of(0))
+    objective.begin_iteration(policy.weights, 3, Rng.of(0))
     if name != "dgpo":  # which needs the reference besides
         torch.testing.assert_close(objective.loss(policy, point), loss[2])
     with pytest.raises(UserError, match=f"objective.{name}.kl is the squared distance"):
@@ -567,7 +567,7 @@ def test_preferences_of_flows_may_follow_the_policy_too(name):
     rollout = rollout.replace(advantage=torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]).double())
     point = next(iter(objective.points(policy, rollout, Rng.of(0))))
     assert objective.measure(policy, point).abs().max() > 1e-4
-    objective.revisit(policy.weights, 2, Rng.of(0))
+    objective.begin_iteration(policy.weights, 2, Rng.of(0))
     assert objective.measure(policy, point).abs().max() < 1e-12
     assert objective.state_dict() == {"refreshed": 2}
 

@@ -122,9 +122,9 @@ def test_the_students_loss_and_gradient_by_hand():
     """Its gradient goes through the fake model, whose weights it leaves alone."""
     policy = Points(steps=3)
     plain = DistributionMatching(teacher=teacher)
-    plain.meet(policy)
+    plain.setup(policy)
     objective = DistributionMatching(teacher=teacher, gan=Gan(weight=0.7))
-    objective.meet(policy)
+    objective.setup(policy)
     rollout, _ = judged(policy, objective)
     fake = toys.mlp(5, 2).double()
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_without_it_nothing_is_changed():
     plain = DistributionMatching(teacher=teacher)
     early = DistributionMatching(teacher=teacher, gan=Gan(weight=1.0))
     (first,) = points_of(policy, early, rows(6))
-    plain.meet(policy)
+    plain.setup(policy)
     assert torch.equal(plain.loss(policy, first), early.loss(policy, first))
     assert plain.critic().head is None and plain.judge is None
     (point,) = points_of(policy, plain, rows(6))

@@ -97,7 +97,7 @@ def rows(count=40, width=0.5):
 def points_of(policy, objective, prompts):
     for name in objective.snapshots:
         policy.weights.keep(name)
-    objective.meet(policy)
+    objective.setup(policy)
     if objective.requires.supervised:
         rollout = policy.demonstrate(prompts, [p["answer"] for p in prompts], Rng.of("a"))
     else:
@@ -364,7 +364,7 @@ def test_what_does_not_fit_is_said(options, policy, says):
 def test_a_teacher_of_another_latent_space_is_refused():
     objective = DistributionMatching(teacher=partial(toys.make, "video"))
     with pytest.raises(UserError, match="objective.dmd.teacher: .*latent space"):
-        objective.meet(toys.make("flow"))
+        objective.setup(toys.make("flow"))
 
 
 def test_a_row_without_a_picture_names_the_objectives_own_option():

@@ -181,7 +181,7 @@ def test_consistency_without_a_weight_is_what_it_was():
     plain = Consistency(teacher=teacher)
     (point,) = points_of(policy, plain, rows(6))
     zero = Consistency(teacher=teacher, reward_weight=0.0)
-    zero.meet(policy)
+    zero.setup(policy)
     assert torch.equal(plain.loss(policy, point), zero.loss(policy, point))
 
 

@@ -237,7 +237,7 @@ def test_seppos_reference_is_drawn_evenly_from_all_earlier_checkpoints_of_a_boun
             with torch.no_grad():
                 net.bias.fill_(iteration)
             for _ in range(2 if seed < 20 else 1):  # a second call changes nothing
-                objective.revisit(weights, iteration, Rng.of(seed, iteration))
+                objective.begin_iteration(weights, iteration, Rng.of(seed, iteration))
             drawn = int(weights.saved[objective.behavior_policy]["bias"])
             assert len(weights.saved) == 3 and drawn <= iteration
         counts[drawn] += 1

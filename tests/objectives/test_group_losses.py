@@ -500,9 +500,9 @@ def test_a_reference_follows_the_policy_and_remembers_when():
     again = build("dpo", anchor={"every": 2, "decay": 0.5})
     shares = []
     for iteration in (0, 1, 2, 2, 3, 4):
-        objective.revisit(policy.weights, iteration, Rng.of(0))
+        objective.begin_iteration(policy.weights, iteration, Rng.of(0))
         again.load_state_dict(objective.state_dict())
-        again.revisit(policy.weights, iteration, Rng.of(0))
+        again.begin_iteration(policy.weights, iteration, Rng.of(0))
         shares.append(
             [float((x - base[k]).mean()) for k, x in policy.weights.full("moving").items()][0]
         )

@@ -43,7 +43,7 @@ def by_both(policy, teacher, prompts, kind="reverse", limits=None, **options):
     here = gradients(policy, local, points)
     with teaching(teacher, **limits or {}) as url:
         there = Distill([remote(url, **options)], divergence=Divergence(kind))
-        there.meet(policy)
+        there.setup(policy)
         return here, gradients(policy, there, points)
 
 
@@ -122,7 +122,7 @@ def test_likeliest_tokens_are_refused_where_there_are_none():
     with teaching(toys.make("flow")) as url:
         says = r"teachers\[0\].remote.top_k: it is for policies whose decisions are tokens"
         with pytest.raises(UserError, match=says):
-            Distill([remote(url, top_k=4)]).meet(toys.make("flow"))
+            Distill([remote(url, top_k=4)]).setup(toys.make("flow"))
     causal = toys.make("causal")
     objective = Distill([Teacher(lambda: causal)])
     (point,) = points_of(causal, objective, toys.prompts(2))[:1]
@@ -166,7 +166,7 @@ def test_another_vocabulary_or_latent_space_is_refused_at_the_first_word():
     assert "its latent space is" in why and "'autoencoder': 'AutoencoderKL'" in why
     says = r"teachers\[0\].remote: ToyFlow makes other decisions"
     with teaching(toys.make("flow")) as url, pytest.raises(UserError, match=says):
-        Distill([remote(url)]).meet(toys.make("causal"))
+        Distill([remote(url)]).setup(toys.make("causal"))
 
 
 def test_a_token_is_asked_for(tmp_path, monkeypatch):
@@ -174,10 +174,10 @@ def test_a_token_is_asked_for(tmp_path, monkeypatch):
     policy = toys.make("causal")
     with teaching(toys.make("causal"), token="secret") as url:
         with pytest.raises(UserError, match="refused the token; set MMRL_TEACHER_TOKEN"):
-            Distill([remote(url)]).meet(policy)
-        Distill([remote(url, token_file=tmp_path / "token")]).meet(policy)
+            Distill([remote(url)]).setup(policy)
+        Distill([remote(url, token_file=tmp_path / "token")]).setup(policy)
         monkeypatch.setenv("MMRL_TEACHER_TOKEN", "secret")
-        Distill([remote(url)]).meet(policy)
+        Distill([remote(url)]).setup(policy)
         assert httpx.post(f"{url}/teach", content=b"").status_code == 401
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
 
@@ -186,11 +186,11 @@ def test_who_does_not_answer_is_named_in_a_sentence():
     policy = toys.make("causal")
     dead = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(UserError, match=f"no teacher answers .{dead}: Connect.*train --resume"):
-        Distill([remote(dead, retries=1)]).meet(policy)
+        Distill([remote(dead, retries=1)]).setup(policy)
     another = saying("200 OK", '{"rewards": {}}')
     says = "serves no teacher; start it with `mmrl serve-teacher"
     with answering(another) as url, pytest.raises(UserError, match=says):
-        Distill([remote(url)]).meet(policy)
+        Distill([remote(url)]).setup(policy)
     with answering(saying("200 OK", '{"teacher": {}}')) as liar, teaching(policy) as url:
         objective = Distill([remote(url)])
         points = points_of(policy, objective, toys.prompts(2))

@@ -33,18 +33,18 @@ def policy():
     return policy_of(max_new_tokens=12)
 
 
-def taught(policy, truth, prompts=ASKED, copies=COPIES):
+def mask_zero_advantage(policy, truth, prompts=ASKED, copies=COPIES):
     context = RolloutContext(ground_truth=truth)
     with torch.no_grad():
         return policy.rollout(prompts, copies, Rng.of("truth"), context)
 
 
 def plain(policy):
-    return taught(policy, None)
+    return mask_zero_advantage(policy, None)
 
 
 def test_the_ground_truth_has_the_models_own_log_probs(policy):
-    found = taught(policy, lambda prompt: prompt["gold"])
+    found = mask_zero_advantage(policy, lambda prompt: prompt["gold"])
     assert found.provenance.is_ground_truth.tolist() == [False, False, True] * 2
     texts = policy.decode(found)
     assert [texts[2], texts[5]] == ["a dog", "a cat"] and texts[2].finished and texts[2].tokens == 6
@@ -59,7 +59,7 @@ def test_the_ground_truth_has_the_models_own_log_probs(policy):
 
 
 def test_other_rows_are_those_without_it(policy):
-    found = taught(policy, lambda prompt: "yes")
+    found = mask_zero_advantage(policy, lambda prompt: "yes")
     other = plain(policy)
     own = ~found.provenance.is_ground_truth
     for name in ("sample", "mask", "logprob", "row_id", "group"):
@@ -71,7 +71,7 @@ def test_other_rows_are_those_without_it(policy):
     "text", [None, "x" * 12, "before <|image_pad|> after"], ids=["unknown", "long", "forbidden"]
 )
 def test_an_answer_that_cannot_be_given_is_not(policy, text):
-    found = taught(policy, lambda prompt: text)
+    found = mask_zero_advantage(policy, lambda prompt: text)
     other = plain(policy)
     assert not found.provenance.is_ground_truth.any() and torch.equal(found.sample, other.sample)
     assert torch.equal(found.logprob, other.logprob)
@@ -80,7 +80,7 @@ def test_an_answer_that_cannot_be_given_is_not(policy, text):
 def test_it_is_scored_with_the_truncated_distribution(policy):
     kept = policy.warp
     policy.warp = replace(policy.warp, temperature=0.7, top_k=2)
-    found = taught(policy, lambda prompt: prompt["gold"])
+    found = mask_zero_advantage(policy, lambda prompt: prompt["gold"])
     point = point_of(policy, found)
     scored = policy.dist(point).log_prob(point.target)
     policy.warp = kept
@@ -141,7 +141,7 @@ def test_it_is_trained_on_and_enters_no_metric_of_samples():
 
 def test_metrics_of_the_update_are_those_of_the_samples(policy):
     """Entropy is a mean over sampled tokens: with the given rows masked out it is the same."""
-    found = taught(policy, lambda prompt: prompt["gold"])
+    found = mask_zero_advantage(policy, lambda prompt: prompt["gold"])
     point = point_of(policy, found)
     assert torch.equal(
         point.sampled_mask(), found.mask & ~found.provenance.is_ground_truth[:, None]
@@ -171,7 +171,7 @@ def test_who_writes_it_is_checked(policy):
 
 def test_an_answer_begun_is_read_as_a_whole_and_scored_after_its_beginning(policy):
     begun = [{**ASKED[0], "prefill": "<answer>"}]
-    found = taught(policy, None, begun, 2)
+    found = mask_zero_advantage(policy, None, begun, 2)
     length = policy.inputs.encode(ASKED[0])["input_ids"].shape[1]
     ids = policy.inputs.encode(begun[0])["input_ids"]
     assert policy.inputs.tokenizer.decode(ids[0, length:]) == "<answer>"
@@ -181,5 +181,5 @@ def test_an_answer_begun_is_read_as_a_whole_and_scored_after_its_beginning(polic
     assert [text.tokens for text in texts] == found.mask.sum(1).tolist()
     apart = (native(policy, found) - found.logprob)[found.mask]
     assert float(apart.abs().max()) < 1e-5
-    given = taught(policy, lambda prompt: "<answer>4", begun, 2)
+    given = mask_zero_advantage(policy, lambda prompt: "<answer>4", begun, 2)
     assert policy.decode(given)[1] == "<answer>4" and given.mask[1].sum() == 2

@@ -323,13 +323,13 @@ def test_two_processes_weigh_as_one(monkeypatch):
     """Means are over the decisions and pictures of all processes, one of which may have none."""
     parts = [[(torch.ones(3, 1) > 0, False), (torch.ones(2, 1) > 0, True)], []]
     whole = PolicyGradient(sft=Supervision())
-    whole.weigh(parts[0])
+    whole.before_step(parts[0])
     monkeypatch.setattr(
         "mmrl.objectives.terms.imitation.all_sum",
         lambda counts: counts + torch.tensor([3.0, 2.0]).double(),
     )
     second = PolicyGradient(sft=Supervision())
-    second.weigh(parts[1])
+    second.before_step(parts[1])
     assert second.term(Imitation).scales == whole.term(Imitation).scales == (5 / 3, 5 / 2)
 
 

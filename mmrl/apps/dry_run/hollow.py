@@ -142,7 +142,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     objective = configuration.build("objective", OBJECTIVES)
     policy = _shrunk(policy)
     if isinstance(objective, HasTeacher):
-        objective.stand_in(policy)
+        objective.setup_dry_run(policy)
     prompts: list[Prompt] = [{"text": str(i)} for i in range(options.prompts_per_iteration)]
     if objective.requires.supervised:  # its answers are encoded outside of the network
         prompts = [{**prompt, objective.field: torch.zeros(3, 1, 1)} for prompt in prompts]

@@ -128,7 +128,7 @@ class Term:
     def couple(self, point: Point, measured: Tensor) -> Point:
         return point
 
-    def weigh(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
+    def before_step(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
         """See ``Objective.weigh``."""
 
     # What happens around the update, as in ``Objective``.
@@ -136,8 +136,8 @@ class Term:
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
         return rewards
 
-    def revisit(self, weights: Weights, iteration: int) -> None:
-        """See ``Objective.revisit``."""
+    def begin_iteration(self, weights: Weights, iteration: int) -> None:
+        """See ``Objective.begin_iteration``."""
 
     def restarts(self, iteration: int) -> bool:
         return False

@@ -54,18 +54,18 @@ class Composed(MovesSnapshots, ShapesRewards, WeighsPoints, Stateful):
     def extra_terms(self) -> str:
         return next((name for t in self.active if t.moves_all() for name in t.chosen()), "")
 
-    def weigh(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
+    def before_step(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
         for term in self.active:
-            term.weigh(masks)
+            term.before_step(masks)
 
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
         for term in self.active:
             rewards = term.shaped(policy, rollout, rewards)
         return rewards
 
-    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+    def begin_iteration(self, weights: Weights, iteration: int, rng: Rng) -> None:
         for term in self.active:
-            term.revisit(weights, iteration)
+            term.begin_iteration(weights, iteration)
 
     def restarts(self, iteration: int) -> bool:
         return any(term.restarts(iteration) for term in self.active)

@@ -105,7 +105,7 @@ class Imitation(Term):
         observe("sft/loss", error, point.mask)
         return self.scales[1] * self.sft.mu(self.iteration) * error
 
-    def weigh(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
+    def before_step(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
         """Scale decisions on the path and pictures of others to means over their own numbers, of
         all processes."""
         device = masks[0][0].device if masks else None

@@ -104,7 +104,7 @@ class KLPenalty(Term):
             return rewards
         return self.held.in_reward(policy, rollout, rewards)
 
-    def revisit(self, weights: Weights, iteration: int) -> None:
+    def begin_iteration(self, weights: Weights, iteration: int) -> None:
         self.held.reference.follow(weights, iteration)
 
     def restarts(self, iteration: int) -> bool:

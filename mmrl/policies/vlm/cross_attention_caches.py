@@ -105,7 +105,7 @@ def looked_at(cached: Any, length: int) -> dict[str, Tensor]:
     return {}
 
 
-def pass_texts_by(hf: Any) -> None:
+def skip_cross_attention_without_images(hf: Any) -> None:
     """Let layers that attend to pictures change no token of prompts without any, where they are
     called for their gradient, which is then zero, or since other processes call them."""
     for number in layers_of(hf.config.get_text_config()):

@@ -57,7 +57,7 @@ class SharedPrefix(nn.Module):
         self.compiled: Compiled | None = None  # passes as graphs
         self.cascades = True  # where layers attend by torch's own attention
         self.branches = False  # answers may begin alike, and packed ones are then read once
-        cross_attention_caches.pass_texts_by(hf)
+        cross_attention_caches.skip_cross_attention_without_images(hf)
         if hf.config.model_type == "llama4":
             hf.language_model.register_forward_hook(_without_images)
         # accelerate wraps these one by one

@@ -90,10 +90,10 @@ class Consistency(SFT, HasTeacher, FollowsReward, TracksOld):
         yield from super().unfit(policy)
         yield from few_step.unfit(policy)
 
-    def meet(self, policy: Policy) -> None:
-        self.frozen.meet(policy)
+    def setup(self, policy: Policy) -> None:
+        self.frozen.setup(policy)
 
-    def stand_in(self, policy: Policy) -> None:
+    def setup_dry_run(self, policy: Policy) -> None:
         # what counts passes through the network has no reward whose gradient could be followed
         self.reward_weight = 0.0
         self.requires = replace(self.requires, differentiates=False)

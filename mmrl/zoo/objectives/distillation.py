@@ -82,10 +82,10 @@ class Distill(PolicyGradient, HasTeacher):
     def extra_terms(self) -> str:
         return "teachers"
 
-    def stand_in(self, policy: Policy) -> None:
+    def setup_dry_run(self, policy: Policy) -> None:
         self.loaded = [policy] * len(self.teachers)
 
-    def meet(self, policy: Policy) -> None:
+    def setup(self, policy: Policy) -> None:
         if self.loaded:
             return
         self.loaded = [_ready(teacher, i) for i, teacher in enumerate(self.teachers)]

@@ -141,8 +141,8 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
             yield "gan", "this policy takes no pictures of others, which would be the real ones"
         yield from super().unfit(policy)
 
-    def meet(self, policy: Policy) -> None:
-        self.frozen.meet(policy)
+    def setup(self, policy: Policy) -> None:
+        self.frozen.setup(policy)
 
     def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
         if self.judge is not None:
@@ -153,7 +153,7 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
         score = FakeScore(self.time_range, self.judge)
         return Critic(FAKE, score, self.fake_steps, self.fake_lr, self.judge)
 
-    def stand_in(self, policy: Policy) -> None:
+    def setup_dry_run(self, policy: Policy) -> None:
         self.judge = None  # what counts passes has no pictures
 
     def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
@@ -173,7 +173,7 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
                 )
             yield from policy.path(self.trained_share(rollout, rng.fold("decisions")))
 
-    def weigh(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
+    def before_step(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
         """Scale states that are matched and decisions to means over their own numbers, of all
         processes."""
         if not self.reward_weight:

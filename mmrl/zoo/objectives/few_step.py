@@ -52,7 +52,7 @@ class FrozenTeacher:
         self.place = place
         self.policy: Policy | None = None
 
-    def meet(self, policy: Policy) -> None:
+    def setup(self, policy: Policy) -> None:
         """Load the teacher, if it is another policy. Raises UserError where it does not fit."""
         if self.make is None or self.policy is not None:
             return

@@ -15,7 +15,7 @@ class Following(MovesSnapshots, Stateful):
 
     reference: Reference
 
-    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+    def begin_iteration(self, weights: Weights, iteration: int, rng: Rng) -> None:
         self.reference.follow(weights, iteration)
 
     def restarts(self, iteration: int) -> bool:

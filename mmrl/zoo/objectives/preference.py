@@ -198,7 +198,7 @@ class SePPO(MovesSnapshots, Couples):
         self.snapshots = tuple(f"earlier-{slot}" for slot in range(self.pool))
         self.behavior_policy = self.snapshots[0]
 
-    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+    def begin_iteration(self, weights: Weights, iteration: int, rng: Rng) -> None:
         """Remember the live weights, or not; then draw the checkpoint that samples and is the
         reference."""
         slot = iteration if iteration < self.pool else _below(rng.fold("slot"), iteration + 1)

@@ -31,10 +31,11 @@ NEGATIVE, POSITIVE, MISSING = range(3)
 @STAGES.register("adaptive_sampling")
 @dataclass
 class AdaptiveSampling(Stage):
-    """Samples a prompt again, in rounds, until its rewards are a signal. ``rounds``: further ones,
-    at most. ``round_size``: samples of a prompt in each; null: ``train.group_size``. ``until``:
-    half of a group's size are positive and half negative (balanced), or one is positive.
-    ``threshold``: a total reward above it is positive.
+    """Samples a prompt again, in rounds, until its rewards are a signal (Reinforce-Ada).
+
+    ``rounds``: further ones, at most. ``round_size``: samples of a prompt in each; null:
+    ``train.group_size``. ``until``: half of a group's size are positive and half negative
+    (balanced), or one is positive. ``threshold``: a total reward above it is positive.
 
     A prompt leaves the rounds when enough of its samples are positive and negative. Of all its
     samples as many are trained on as its group has places, half of them positive as far as there
@@ -47,7 +48,7 @@ class AdaptiveSampling(Stage):
     threshold: float = 0.5
     effects = Effects(looks_at_samples=True, exchanges_rows=True, renames_rows=True)
 
-    def meet(self, setup: Setup) -> None:
+    def setup(self, setup: Setup) -> None:
         self.seed = setup.options.seed
         self.copies = self.round_size or setup.options.group_size
         # prompts as the policy returned them in this iteration, and as they stand in the data

@@ -166,7 +166,7 @@ class OldAnswers(Stage):
     policy: Policy
     prompts: Sequence[Prompt]
 
-    def meet(self, setup: Setup) -> None:
+    def setup(self, setup: Setup) -> None:
         self.policy = setup.policy
         self.prompts = setup.prompts
         self.replays = Replays.of(setup.policy)

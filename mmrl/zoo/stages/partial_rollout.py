@@ -37,9 +37,10 @@ from samplers.noise import Rng
 @STAGES.register("partial_rollout")
 @dataclass
 class PartialRollouts(OldAnswers):
-    """Cuts answers off after ``tokens`` tokens and goes on with them in the next iterations, under
-    the weights of then (Kimi team 2025, k1.5; Zhou et al. 2025, APRIL), so that no iteration waits
-    for the longest answer.
+    """Cuts long answers off and continues them in the next iterations (Kimi k1.5, APRIL).
+
+    So no iteration waits for the longest answer. ``tokens``: of an answer in one iteration; its
+    others are sampled with the weights of the next (Kimi team 2025; Zhou et al. 2025).
 
     Groups wait until all their answers have ended, and then take the places of groups that are cut
     off; where there are too few, places are not trained on. ``age``: iterations that a group may be
@@ -57,8 +58,8 @@ class PartialRollouts(OldAnswers):
         in_dry_run=False,
     )
 
-    def meet(self, setup: Setup) -> None:
-        super().meet(setup)
+    def setup(self, setup: Setup) -> None:
+        super().setup(setup)
         self.group_size = setup.options.group_size
         self.seed = setup.options.seed
         self.continued: list[Remembered | None] = []  # in the call under way

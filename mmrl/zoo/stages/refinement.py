@@ -57,8 +57,9 @@ class Corrections:
 @STAGES.register("refinement")
 @dataclass
 class Refined(KnowsPrompts):
-    """Lets the policy improve its best answer to a prompt by what is asked of it, and puts the new
-    answer in the group, as one to the prompt itself (RGR-GRPO's offline guidance).
+    """Lets the policy improve its best answer by given criteria (RGR-GRPO's offline guidance).
+
+    The new answer joins the group as an answer to the prompt itself.
 
     ``threshold``: groups whose best total reward is below it get one. ``feedback``: the field of
     the prompt that says what a good answer has: a text, a list of criteria (texts, or pairs whose
@@ -115,8 +116,8 @@ class Refined(KnowsPrompts):
                 f"policy that writes token by token",
             )
 
-    def meet(self, setup: Setup) -> None:
-        self.setup = setup
+    def setup(self, setup: Setup) -> None:
+        self.run = setup
         self.origins = {}
         fields = [] if self.failed_by else [self.feedback]
         fields += [] if self.corrections is None else [self.corrections.field]
@@ -145,7 +146,7 @@ class Refined(KnowsPrompts):
         if better is not None:
             mixed = self._joined(drawn, better.rollout, [group for group, _ in due], iteration)
         elif self.grows:
-            mixed = inserted(self.setup.policy, drawn, [], True)
+            mixed = inserted(self.run.policy, drawn, [], True)
         return mixed, {"refinement/groups": count}
 
     def _asked(
@@ -157,7 +158,7 @@ class Refined(KnowsPrompts):
         if not share.total:
             return None, 0
         idle = [drawn.rollout.prompts[0]] * share.idle
-        rng = Rng.of(self.setup.options.seed, iteration, "refine")
+        rng = Rng.of(self.run.options.seed, iteration, "refine")
         return sample([*questions, *idle], replace(rng, offset=share.offset), 1), share.total
 
     # the best answer, improved
@@ -165,7 +166,7 @@ class Refined(KnowsPrompts):
     def _joined(self, drawn: Drawn, better: Rollout, groups: list[int], iteration: int) -> Drawn:
         """Put the answers, the first ones of ``better``, in their groups, scored as answers to
         these prompts. A collective call."""
-        policy = self.setup.policy
+        policy = self.run.policy
         old_prompts = drawn.rollout.prompts
         idle = [0] * (len(better) - len(groups))
         asked_again = tuple(old_prompts[group] for group in [*groups, *idle])
@@ -177,7 +178,7 @@ class Refined(KnowsPrompts):
         rows = rows.replace(provenance=marks)
         if self.logprob == "one":
             rows = rows.replace(logprob=torch.zeros_like(rows.logprob))
-        rewards = self.setup.score(rows)
+        rewards = self.run.score(rows)
         chosen = []
         for place, group in enumerate(groups):
             values = {name: value[place : place + 1] for name, value in rewards.items()}
@@ -192,7 +193,7 @@ class Refined(KnowsPrompts):
         rollout = mixed.rollout
         new = rollout.provenance.is_replayed
         assert new is not None
-        with self.setup.behavior():
+        with self.run.behavior():
             logprob = rescored(policy, rollout, new)
         provenance = rollout.provenance.replace(is_replayed=torch.zeros_like(new))
         return replace(mixed, rollout=rollout.replace(logprob=logprob, provenance=provenance))
@@ -230,7 +231,7 @@ class Refined(KnowsPrompts):
         fails."""
         if self.failed_by is None:
             return [prompt.get(self.feedback) for prompt in prompts]
-        unmet = criteria(self.setup, self.failed_by)
+        unmet = criteria(self.run, self.failed_by)
         assert unmet is not None
         return unmet(answers, prompts) if prompts else []
 
@@ -243,7 +244,7 @@ class Refined(KnowsPrompts):
         rollout = drawn.rollout
         double, groups = measured(drawn.rewards.per_row(), rollout)
         below = (double.total() < self.threshold) & groups.present
-        rng = Rng.of(self.setup.options.seed, iteration, "correct")
+        rng = Rng.of(self.run.options.seed, iteration, "correct")
         draws = rng.uniform(rollout.row_id, (1,))[:, 0].tolist()
         of_rows = rollout.group.tolist()
         wrong = []
@@ -274,7 +275,7 @@ class Refined(KnowsPrompts):
             for each in wrong
         ]
         rows = [each.row for each in wrong]
-        return demonstrated(self.setup, drawn, due, "current", False, iteration, rows)
+        return demonstrated(self.run, drawn, due, "current", False, iteration, rows)
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,12 @@ from mmrl.zoo.stages.dynamic_sampling import exchanged, flat_groups
 @STAGES.register("replay_buffer")
 @dataclass
 class ReplayBuffer(OldAnswers):
-    """Replays answers of earlier iterations in place of groups of equal rewards. ``share``: the
-    largest share of an iteration's groups that is replaced; on every process one stays. ``size``:
-    groups that are remembered on a process; those whose rewards differ least leave first. ``age``:
-    iterations after which an answer is forgotten. ``times``: how often a group comes again."""
+    """Replays answers of earlier iterations in place of groups of equal rewards.
+
+    ``share``: the largest share of an iteration's groups that is replaced; on every process one
+    stays. ``size``: groups that are remembered on a process; those whose rewards differ least leave
+    first. ``age``: iterations after which an answer is forgotten. ``times``: how often a group is
+    replayed."""
 
     share: Annotated[float, Gt(0), Le(1)] = 0.5
     size: Count = 256

@@ -102,8 +102,8 @@ class ReusedResponses(OldAnswers):
         self.grows = self.place == "append"
         self.sets_apart = "is_replayed" if self.apart else ""
 
-    def meet(self, setup: Setup) -> None:
-        super().meet(setup)
+    def setup(self, setup: Setup) -> None:
+        super().setup(setup)
         self.seed = setup.options.seed
         self.behavior = setup.behavior
         self.levels: dict[int, float] = {}  # moving mean rewards, with strata

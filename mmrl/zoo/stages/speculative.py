@@ -67,8 +67,8 @@ class SpeculativeRollouts(OldAnswers):
                 f"tokens one after the other",
             )
 
-    def meet(self, setup: Setup) -> None:
-        super().meet(setup)
+    def setup(self, setup: Setup) -> None:
+        super().setup(setup)
         self.behavior = setup.behavior
         self.accepted: list[Tensor] = []
         self.iteration = 0

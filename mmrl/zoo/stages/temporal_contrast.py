@@ -52,7 +52,7 @@ class Contrasted(KnowsPrompts):
                 f"about videos: leave it out",
             )
 
-    def meet(self, setup: Setup) -> None:
+    def setup(self, setup: Setup) -> None:
         if self.reward not in setup.rewards:
             known = ", ".join(setup.rewards)
             raise UserError(

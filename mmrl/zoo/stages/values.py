@@ -29,8 +29,10 @@ from mmrl.zoo.stages.value_network import ValueNetwork, ValueOptions
 @STAGES.register("prompt_value")
 @dataclass
 class PromptValues(ValueOptions, KnowsPrompts):
-    """Predicts what a prompt is worth by a value model that learns beside the policy: the policy's
-    network, as it was before training, with a head on its state of the prompt.
+    """Predicts the value of every prompt by a value model that is trained beside the policy.
+
+    The model is the policy's network, as it was before training, with a head on its state of the
+    prompt.
 
     ``base``: that network stays as it is (A-LoL) or is trained with the head (PCL: a model of the
     policy's size; of the policy only what it trains itself, such as its adapters, exists once
@@ -58,7 +60,7 @@ class PromptValues(ValueOptions, KnowsPrompts):
         if not self.learn and self.path is None:
             raise UserError("prompt_value: with learn: false nothing is learnt; set path")
 
-    def meet(self, setup: Setup) -> None:
+    def setup(self, setup: Setup) -> None:
         self.prompts = setup.prompts
         self.network = ValueNetwork(setup.policy, self, setup.options.seed)
         self.origins = {}

@@ -21,8 +21,9 @@ from mmrl.zoo.stages.answer_memory import OldAnswers, fits, gathered, longest_ag
 @STAGES.register("policy_drift")
 @dataclass
 class Visits(OldAnswers):
-    """Measures how far the policy has moved since it last answered a prompt: the last answers are
-    remembered and scored again at the next visit (single-stream SPO).
+    """Measures how far the policy has moved since it last answered a prompt (single-stream SPO).
+
+    The last answers are remembered and scored again at the next visit.
 
     ``answers``: of a prompt that are remembered, of its last visit; each costs a pass at the next.
     ``size``: prompts whose answers are remembered; those answered longest ago leave first.
@@ -36,8 +37,8 @@ class Visits(OldAnswers):
     size: Count = 65536
     saved_as = "policy_drift"
 
-    def meet(self, setup: Setup) -> None:
-        super().meet(setup)
+    def setup(self, setup: Setup) -> None:
+        super().setup(setup)
         self.behavior = setup.behavior
 
     def groups(

@@ -65,8 +65,8 @@ class Demonstrated(KnowsPrompts):
         if not Demonstrates.kept_by(policy):
             yield "", f"{called(policy)} takes no answers of others: it has no demonstrate"
 
-    def meet(self, setup: Setup) -> None:
-        self.setup = setup
+    def setup(self, setup: Setup) -> None:
+        self.run = setup
         self.origins = {}
         if self.field is not None:
             self.known = of_field(self.field)
@@ -83,7 +83,7 @@ class Demonstrated(KnowsPrompts):
     ) -> tuple[Drawn, dict[str, float]]:
         active = self.until is None or iteration < self.until
         due = self._wanted(drawn, iteration) if active else []
-        mixed, count = demonstrated(self.setup, drawn, due, self.logprob, self.grows, iteration)
+        mixed, count = demonstrated(self.run, drawn, due, self.logprob, self.grows, iteration)
         return mixed, {"demonstrations/rows": count}
 
     def _wanted(self, drawn: Drawn, iteration: int) -> Wanted:
@@ -98,7 +98,7 @@ class Demonstrated(KnowsPrompts):
             if not size or prompt is None or not needed:
                 continue
             answers = self.known(prompt)
-            rng = Rng.of(self.setup.options.seed, iteration, "demonstrations", str(prompt["text"]))
+            rng = Rng.of(self.run.options.seed, iteration, "demonstrations", str(prompt["text"]))
             most = self.number if self.grows else min(self.number, size - 1)
             chosen = sorted(rng.permutation(len(answers)).tolist()[:most]) if answers else []
             due += [(group, prompt, answers[place]) for place in chosen]

@@ -154,7 +154,7 @@ def test_a_teacher_knows_its_students_prompts():
     gaps = []
     for scale in (1.0, 4.0):
         objective = Distill([Teacher(partial(make, "sd", steps=2, guidance_scale=scale))])
-        objective.meet(student)
+        objective.setup(student)
         gaps.append(objective.loss(student, point).mean())
     assert gaps[0].abs() < 1e-9 < gaps[1] and gaps[1].requires_grad
 
