@@ -79,7 +79,7 @@ def stage_of(policy, prompts, **options):
 
 
 def put(stage, prompts, rewards, iteration=0):
-    policy = stage.setup.policy
+    policy = stage.run.policy
     with torch.no_grad():
         rollout = policy.rollout(prompts, COPIES, Rng.of("own", iteration))
     fresh = Drawn(rollout, policy.decode(rollout), Rewards({"toy": torch.tensor(rewards).float()}))
