@@ -144,7 +144,7 @@ def _nearest(size: int, multiple: int, fits: Callable[[int], bool]) -> str:
 
 
 def _warnings(train: TrainOptions, supervised: bool) -> Iterator[str]:
-    are_apart = any(stage.sets_apart == "is_ground_truth" for stage in train.stages)
+    are_apart = any(stage.baseline_of == "is_ground_truth" for stage in train.stages)
     are_given = supervised or train.preferences is not None
     if train.group_size < 2 and not are_given and not are_apart:
         yield (

@@ -98,7 +98,7 @@ class Stage:
     saved_as: str = ""
     grows: bool = False  # adds rows to groups, and names all rows anew
     # the mark of provenance whose rows are compared among themselves; empty: none
-    sets_apart: str = ""
+    baseline_of: str = ""
 
     @classmethod
     def build(cls, setup: Setup) -> Stage | None:

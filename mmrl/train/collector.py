@@ -218,9 +218,9 @@ class Collector:
         rollout = drawn.rollout
         compared = by_question(rollout)
         for stage in self.stages:
-            compared = set_apart(compared, stage.sets_apart) if stage.sets_apart else compared
+            compared = set_apart(compared, stage.baseline_of) if stage.baseline_of else compared
         parts = advantages.parts_of(self.advantage, rewards, compared).to(rollout.logprob)
-        if any(stage.sets_apart == "is_ground_truth" for stage in self.stages):
+        if any(stage.baseline_of == "is_ground_truth" for stage in self.stages):
             expert = rollout.provenance.is_ground_truth
             if expert is not None:  # imitated, however they compare
                 parts = torch.where(expert[:, None, None], parts.nan_to_num(0.0), parts)

@@ -244,7 +244,7 @@ def test_old_and_new_answers_are_compared_apart():
     policy = toys.ToyCausal()
     prompts = toys.prompts(2)
     options = ReusedResponses(
-        threshold=None, when="always", number=3, per_prompt=3, place="append", apart=True
+        threshold=None, when="always", number=3, per_prompt=3, place="append", own_baseline=True
     )
     stage = met(options, policy, prompts)
     exchange(stage, prompts, [0, 1, 5, 2, 2, 8.0], 0)
@@ -252,7 +252,7 @@ def test_old_and_new_answers_are_compared_apart():
     rewards = mixed.rewards["r"].tolist()
     assert rewards == [3, 1, 1, 0, 1, 5, 0, 1, 0, 2, 2, 8]
     assert stage.apart and stage.grows
-    compared = set_apart(mixed.rollout, stage.sets_apart)
+    compared = set_apart(mixed.rollout, stage.baseline_of)
     advantage = advantages.dr_grpo(mixed.rewards, compared)[:, 0].tolist()
     for first in range(0, 12, 3):
         mean = sum(rewards[first : first + 3]) / 3

@@ -260,7 +260,7 @@ def imitating(prompts, flow="module", **options):
         group_size=3,
         train_batch_size=6,
         iterations=30,
-        stages=(Demonstrated(field="answer_path", apart=True),),
+        stages=(Demonstrated(field="answer_path", own_baseline=True),),
         **options,
     )
     objective = PolicyGradient(sft=Supervision(peak=0.7, valley=0.7))
@@ -346,7 +346,7 @@ def test_a_run_imitates_at_first_and_goes_on_by_itself(tmp_path):
     trainer = make_trainer(
         policy=Taught(),
         objective=PolicyGradient(sft=Supervision(peak=0.9, valley=0.0, decay_iterations=6)),
-        stages=(Demonstrated(path=path, apart=True),),
+        stages=(Demonstrated(path=path, own_baseline=True),),
         lr=1e-2,
     )
     metrics = [trainer.iterate() for _ in range(8)]
@@ -374,9 +374,9 @@ def test_pairs_of_a_file_are_compared_among_themselves(kind, tmp_path):
     with torch.no_grad():
         for weight in policy.net.parameters():
             weight.add_(0.03)
-    stage = stage_of(policy, prompts, path=path, number=2, apart=True)
+    stage = stage_of(policy, prompts, path=path, number=2, own_baseline=True)
     _, mixed, _ = put(stage, prompts, [0.3, 0.7, 0.1, 0, 0, 0.5])
-    compared = set_apart(mixed.rollout, stage.sets_apart)
+    compared = set_apart(mixed.rollout, stage.baseline_of)
     rollout = mixed.rollout.replace(advantage=advantages.dr_grpo(mixed.rewards, compared))
     own = ~rollout.provenance.is_ground_truth
     rollout = rollout.replace(
@@ -451,7 +451,7 @@ def test_pairs_of_a_file_alone_are_trained_on_with_one_sample_a_prompt(tmp_path)
         group_size=1,
         train_batch_size=4,
         micro_batch_size=4,
-        stages=(Demonstrated(path=path, number=2, apart=True),),
+        stages=(Demonstrated(path=path, number=2, own_baseline=True),),
         lr=1e-2,
     )
     metrics = [trainer.iterate() for _ in range(6)]
@@ -475,7 +475,7 @@ def test_pairs_of_pictures_of_a_file_are_learnt_by_every_family(family, objectiv
         group_size=1,
         train_batch_size=2,
         iterations=12,
-        stages=(Demonstrated(path=path, number=2, apart=True),),
+        stages=(Demonstrated(path=path, number=2, own_baseline=True),),
     )
     scorer = Scorer({"red": demonstrations.reddish})
     trainer = Trainer(

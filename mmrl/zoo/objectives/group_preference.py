@@ -119,7 +119,7 @@ class DPO(_Pairwise):
     one a denoising error). With ``sft`` it is RPO (Liu et al. 2024); with an anchor that follows
     the policy, ``anchor: {every: 1, decay: 0.99}``, TR-DPO (Gorbatovski et al. 2024). Pairs that
     others made take the place of samples with ``train.preferences``, and join them by
-    ``demonstrations: {number: 2, apart: true}``. label_smoothing: the share e of pairs that
+    ``demonstrations: {number: 2, own_baseline: true}``. label_smoothing: the share e of pairs that
     are thought to be the wrong way round: (1 - e) L(w, l) + e L(l, w) (Mitchell 2023, conservative
     DPO). robust: its unbiased form, ((1 - e) L(w, l) - e L(l, w)) / (1 - 2 e) (Chowdhury et al.
     2024, "Provably robust DPO").

@@ -30,7 +30,7 @@ class Demonstrated(KnowsPrompts):
     place of the run's rewards; ``field``: or a field of the prompts, one answer or a list. ``key``:
     the field of a prompt that "prompt" repeats. ``number``: answers that a group gets, at most.
     ``when``: in groups without a total reward above ``threshold``, or always. ``place``: they
-    replace the last of the group, of which one stays, or are appended to it. ``apart``: they are
+    replace the last of the group, of which one stays, or are appended to it. ``own_baseline``: they are
     compared among themselves, not with the policy's own: pairs for DPO and IPO, experts of CHORD.
     ``logprob``: what a ratio divides by: the policy's own log-probs before the update (current:
     TempSamp-R1, RLEP), those of the file (recorded, where it has them), or 0 (one: LUFFY, Yan et
@@ -47,7 +47,7 @@ class Demonstrated(KnowsPrompts):
     when: Literal["always", "all_wrong"] = "always"
     threshold: float = 0.5
     place: Literal["append", "replace"] = "append"
-    apart: bool = False
+    own_baseline: bool = False
     logprob: Literal["current", "recorded", "one"] = "current"
     until: Natural | None = None
     effects = Effects(
@@ -58,7 +58,7 @@ class Demonstrated(KnowsPrompts):
         if (self.path is None) == (self.field is None):
             raise UserError("demonstrations: set either path, a .jsonl file, or field")
         self.grows = self.place == "append"
-        self.sets_apart = "is_ground_truth" if self.apart else ""
+        self.baseline_of = "is_ground_truth" if self.own_baseline else ""
 
     @classmethod
     def unfit(cls, options: Demonstrated, policy: Any) -> Iterator[tuple[str, str]]:
