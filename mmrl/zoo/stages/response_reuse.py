@@ -51,8 +51,8 @@ class ReusedResponses(OldAnswers):
     all are. ``when``: in groups without a right answer, or always. ``number``: answers that a group
     gets, at most. ``strategy``: which of those remembered: the newest (recency), all (full_scope),
     the best (reward), those whose rewards differ most (variance), or random ones. ``place``: they
-    replace the last of the group, of which one stays, or are appended to it. ``own_baseline``: they are
-    compared among themselves, as RePO does, not with the new ones. ``logprob``: a ratio is to the
+    replace the last of the group, of which one stays, or are appended to it. ``own_baseline``: they
+    are compared among themselves, as in RePO, not with the new ones. ``logprob``: a ratio is to the
     weights that sampled (recorded), or to those before the update (current), and then
     ``importance_sampling`` of the objective sees how far the two are apart. ``per_prompt``: answers
     that are remembered of a prompt, the newest; ``size``: prompts; ``age``: iterations after which
@@ -66,8 +66,8 @@ class ReusedResponses(OldAnswers):
 
     By default AR3PO: the last right answer takes the place of the last of an all-wrong group (our
     reading). The reward it earned then still counts, so it must not depend on the iteration. RePO
-    is ``{threshold: null, when: always, number: 8, per_prompt: 64, place: append, own_baseline: true}``
-    with a ``strategy``; RLEP ``{when: always, number: 2, strategy: random, place: append, logprob:
+    is ``{threshold: null, when: always, number: 8, per_prompt: 64, place: append, own_baseline:
+    true}`` with a ``strategy``; RLEP ``{when: always, number: 2, strategy: random, place: append, logprob:
     current, start: runs/first, learn: false}``: the pool is what a first run remembered; ReMix's
     mixed policy gradient ``{threshold: null, when: always, place: append, logprob: current}`` with
     the objective's ``importance_sampling``.

@@ -30,8 +30,8 @@ class Demonstrated(KnowsPrompts):
     place of the run's rewards; ``field``: or a field of the prompts, one answer or a list. ``key``:
     the field of a prompt that "prompt" repeats. ``number``: answers that a group gets, at most.
     ``when``: in groups without a total reward above ``threshold``, or always. ``place``: they
-    replace the last of the group, of which one stays, or are appended to it. ``own_baseline``: they are
-    compared among themselves, not with the policy's own: pairs for DPO and IPO, experts of CHORD.
+    replace the last of the group, of which one stays, or are appended to it. ``own_baseline``: they
+    are compared among themselves, not with the policy's own: pairs for DPO, IPO; CHORD's experts.
     ``logprob``: what a ratio divides by: the policy's own log-probs before the update (current:
     TempSamp-R1, RLEP), those of the file (recorded, where it has them), or 0 (one: LUFFY, Yan et
     al. 2025, whose expert has probability 1). ``until``: the iteration from which on none is used.
