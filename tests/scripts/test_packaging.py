@@ -71,7 +71,7 @@ def test_the_wheel_brings_the_pages_and_no_dead_link(wheel):
     shown = archive.read(name).decode()
     assert "Project-URL: " in shown and "text/markdown" in shown
     assert not re.findall(r"\]\((?!https?:|#|mailto:)[^)]*\)", shown)
-    assert "the first hour" in shown  # the text of a link stays
+    assert "The first hour" in shown  # the text of a link stays
 
 
 def test_links_follow_the_address_of_the_source():
