@@ -69,8 +69,8 @@ class ReusedResponses(OldAnswers):
     is ``{threshold: null, when: always, number: 8, per_prompt: 64, place: append, own_baseline:
     true}`` with a ``strategy``; RLEP ``{when: always, number: 2, strategy: random, place: append,
     logprob: current, start: runs/first, learn: false}``: the pool is what a first run remembered;
-    ReMix's mixed policy gradient ``{threshold: null, when: always, place: append, logprob: current}`` with
-    the objective's ``importance_sampling``.
+    ReMix's mixed policy gradient ``{threshold: null, when: always, place: append, logprob:
+    current}`` with the objective's ``importance_sampling``.
     """
 
     threshold: float | None = 0.5
