@@ -1,9 +1,9 @@
-"""Measures how long data take to start, and what of a process's memory they hold: rows of text,
-and questions about pictures, each read twice. `python benchmarks/bench_data.py [ROWS [PICTURES]]`
+"""Measures the loading time and memory of data: rows of text, and questions about pictures, each
+read twice. `python benchmarks/bench_data.py [ROWS [PICTURES]]`
 
-Each is read by a process of its own. Its memory is that which is resident after reading without
-that before, where no row of the file that all processes map was asked for yet. Seconds of the
-processor stand beside those on the clock, since others may use the machine.
+Each is read in its own process. Memory is the growth of resident memory by reading, before any row
+of the shared memory-mapped file is accessed. CPU seconds are reported as well as wall seconds,
+since the machine may be shared.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def texts(folder: Path, count: int) -> Path:
 
 
 def questions(folder: Path, count: int) -> Path:
-    """Write a JPEG of 320 x 240 and a question for every row."""
+    """Write a 320 x 240 JPEG and a question for every row."""
     from PIL import Image
 
     stream = io.BytesIO()

@@ -1,12 +1,12 @@
-"""Compares sampling of groups of images as tokens by mmrl and by the libraries' own generation.
+"""Compares sampling of groups of image tokens by mmrl and by the libraries' generation.
 
     python benchmarks/bench_discrete.py  # models of several sizes with random weights, CPU
     python benchmarks/bench_discrete.py --device cuda --dtype bfloat16 --cases janus-large
 
 Janus: JanusForConditionalGeneration.generate(generation_mode="image"). aMUSEd: AmusedPipeline.
 LlamaGen and VAR are in no library: they are compared with plain loops (``plain_tokens.py``). Both
-sides sample the same group of one prompt with the same weights and guidance. That their outputs are
-equal is shown first, in float64: greedy tokens and tokens from equal random numbers of Janus,
+sides sample the same group of one prompt with the same weights and guidance. Their outputs are
+first checked to be equal, in float64: greedy tokens and tokens from equal random numbers of Janus,
 tokens and pixels from equal random numbers of aMUSEd, tokens from equal random numbers of the rest.
 """
 
@@ -39,14 +39,14 @@ from mmrl.core.machine import machine  # noqa: E402
 from samplers import unmask  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
-TARGET = 2.0  # of those that a library has
-COMPILED = "janus", "llamagen"  # those that --compile compiles
+TARGET = 2.0  # cases that a library has
+COMPILED = "janus", "llamagen"  # cases that --compile compiles
 PUBLISHED = "janus", "amused"
 STREAM = Rng.of("bench")
 PROMPT = {
     "text": "a red seven",
     "label": 7,
-}  # a token a byte, and the template: about as many as of a caption
+}  # a token per byte, and the template: about the length of a caption
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Count the tokens of an image, of VAR those of all scales."""
+        """Count the tokens of an image, for VAR those of all scales."""
         if self.family != "var":
             return self.side**2
         return sum(side**2 for side in plain_tokens.VAR_SIDES if side <= self.side)
@@ -169,7 +169,8 @@ def amused(size: Size, folder: Path) -> None:
 
 
 class Janus:
-    """Draws by ``ours`` and ``theirs`` the tokens of a group of images of one prompt."""
+    """Samples the tokens of a group of images of one prompt, by ``ours`` (mmrl) and ``theirs`` (the
+    library)."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, size: Size, dtype: torch.dtype):
         from transformers import JanusForConditionalGeneration
@@ -204,7 +205,7 @@ class Janus:
         )
 
     def agreement(self) -> str:
-        """Say what was compared; SystemExit if it differs."""
+        """Describe what was compared; SystemExit if it differs."""
         from samplers.warp import Warp
 
         rng = Rng.of("equal")
@@ -224,7 +225,7 @@ class Janus:
 
 
 class Amused:
-    """Draws with the decoded pictures, since the pipeline returns those."""
+    """Also decodes pictures, since the pipeline returns those."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, size: Size, dtype: torch.dtype):
         from diffusers import AmusedPipeline
@@ -246,7 +247,7 @@ class Amused:
 
     @torch.no_grad()
     def ours(self, rng: Rng = STREAM) -> tuple[torch.Tensor, torch.Tensor]:
-        self.policy.texts.encodings.clear()  # every prompt is read once, as in training
+        self.policy.texts.encodings.clear()  # every prompt is encoded once, as in training
         rollout = self.policy.rollout([PROMPT], self.copies, rng)
         return rollout.sample, self.policy.decode(rollout)
 
@@ -293,8 +294,8 @@ class Amused:
 
 
 class Plain:
-    """Draws by ``ours`` and by a plain loop, ``theirs``, the tokens of a group of images of one
-    class."""
+    """Samples the tokens of a group of images of one class, by ``ours`` (mmrl) and by a plain loop,
+    ``theirs``."""
 
     prompt_tokens = 1
 
@@ -323,7 +324,7 @@ class Plain:
         return self.loop(net, PROMPT["label"], self.copies, scale)
 
     def agreement(self) -> str:
-        """Say what was compared; SystemExit if it differs."""
+        """Describe what was compared; SystemExit if it differs."""
         rng = Rng.of("equal")
         turns = self.policy.net.turns
         uniform = rng.uniform(torch.arange(self.copies), (sum(turns),)).split(list(turns), 1)
@@ -374,22 +375,21 @@ def built(size: Size, args: argparse.Namespace, dtype: torch.dtype) -> Any:
 
 
 def timed(fn: Callable[[], Any]) -> dict[str, float]:
-    """Measure seconds by the clock, and of this process's own work, which other programs disturb
-    less."""
+    """Measure wall seconds, and CPU seconds of this process, which other programs disturb less."""
     start = time.process_time()
     wall = measuring.seconds(fn)
     return {"wall": wall, "cpu": time.process_time() - start}
 
 
 def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure both in turns; the factor is the median of the ratios of neighbours."""
+    """Measure both alternately; the speed-up is the median of the ratios of neighbours."""
     small = replace(size, side=min(size.side, args.check_side), layers=min(size.layers, 8))
     plain = argparse.Namespace(**vars(args) | {"compile": False})
     with built(small, plain, torch.float64) as pair:
         shown = f"{pair.agreement()} ({small.side} x {small.side} tokens, {small.layers} layers)"
     compiled = args.compile and size.family in COMPILED
     tokens = floor = None
-    if compiled:  # their products are within a graph
+    if compiled:  # their matrix products are inside a graph
         with built(size, plain, getattr(torch, args.dtype)) as pair:
             tokens = pair.ours()
             floor = statistics.median(measuring.floor(pair.ours) for _ in range(args.repeats))
@@ -433,7 +433,7 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bound(case: dict[str, Any]) -> str:
-    """Say how many times as fast products alone would be; compiled, ours are others than those."""
+    """Return the speed-up if only matrix products took time; not comparable when compiled."""
     if case.get("first") is not None:
         return "-"
     return f"{case['seconds']['library'] / case['products']:.2f}"

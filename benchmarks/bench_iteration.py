@@ -3,12 +3,12 @@
     python benchmarks/bench_iteration.py  # the tiny model of the digits world, a minute or two
     python benchmarks/bench_iteration.py --path FOLDER --size 512 --lora 32 --precision bf16
 
-The straightforward loop is written in the manner of Flow-GRPO's published one: every sampling batch
-of a few rows takes one guided forward pass a step and keeps its log-probs; then every micro-batch
-takes one forward and one backward pass for each trained time step, and the optimizer steps after
-the last of them. Both do equal work: the same rows, steps, trained steps and optimizer steps, the
-same update. That is not assumed: both are first run in float64 on the same noise and have to end at
-the same weights. Then whole iterations are timed in turns, in one process.
+The straightforward loop follows Flow-GRPO's published code: every sampling batch of a few rows
+takes one guided forward pass a step and keeps its log-probs; then every micro-batch takes one
+forward and one backward pass for each trained time step, and the optimizer steps at the end. Both
+do equal work: the same rows, steps, trained steps and optimizer steps, the same update. This is
+verified: both are first run in float64 on the same noise and must end at the same weights. Then
+whole iterations are timed alternately, in one process.
 """
 
 from __future__ import annotations
@@ -57,18 +57,20 @@ AGREE = 1e-9
 
 @dataclass(frozen=True)
 class Work:
-    """Describes one iteration. Sizes are of the digits world's kind; the rest is what Flow-GRPO
-    publishes."""
+    """Describes one iteration. Sizes are those of the digits world; the rest is as published with
+    Flow-GRPO."""
 
     prompts: int = 6
     copies: int = 16
     updates: int = 2  # optimizer steps
-    fraction: float = 0.99  # of the steps, from the first, is trained on: all but the last
+    fraction: float = (
+        0.99  # share of the steps, from the first, that is trained on: all but the last
+    )
     lr: float = 1e-4
     precision: str = "fp32"
     gradient_checkpointing: bool = False
     plain_rows: int = 8  # rows of a sampling batch and of a micro-batch in the straightforward loop
-    micro_batch: int | None = None  # mmrl's; None is its default, all rows of an optimizer step
+    micro_batch: int | None = None  # mmrl's; None: its default, all rows of an optimizer step
 
     @property
     def rows(self) -> int:
@@ -80,12 +82,12 @@ def brightness(media: Media, prompts: list[Prompt]) -> Tensor:
 
 
 def by_place(media: Media, prompts: list[Prompt]) -> Tensor:
-    """Score by the place in the batch, which no rounding in the decoder can change."""
+    """Score by the position in the batch, which is independent of rounding in the decoder."""
     return torch.arange(len(prompts)).sin()
 
 
 class FreshDraws:
-    """Draws noise and order as the straightforward loop takes them: from torch's generator."""
+    """Draws noise and order for the straightforward loop from torch's generator."""
 
     def __init__(self, policy: FlowPolicy, work: Work):
         self.shape = policy.shape
@@ -102,7 +104,7 @@ class FreshDraws:
 
 
 class KeyedDraws(FreshDraws):
-    """Repeats the very noise and order of mmrl's first iteration with seed 0."""
+    """Repeats the exact noise and order of mmrl's first iteration with seed 0."""
 
     def noise(self, rows: Tensor, step: int) -> Tensor:
         return Rng.of(0, 0, "rollout").normal(rows.to(self.device), self.shape, step, self.dtype)
@@ -116,8 +118,8 @@ class KeyedDraws(FreshDraws):
 
 
 class PlainLoop:
-    """Runs Flow-GRPO's loop for one model without optimisations; ``policy`` lends network, decoder
-    and its numbers."""
+    """Runs Flow-GRPO's loop for one model without optimisations; ``policy`` provides network,
+    decoder and settings."""
 
     def __init__(self, policy: FlowPolicy, work: Work, reward: Callable, draws: FreshDraws):
         self.net = policy.net
@@ -192,7 +194,7 @@ class PlainLoop:
         self.stats = torch.stack(stats).mean(0).tolist()
 
     def loss(self, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the clipped loss [] at step k, and what the log-probs changed by [B]."""
+        """Return the clipped loss [] at step k, and the change of the log-probs [B]."""
         with self.autocast():
             mean, std = self.step(self.path[rows, k], rows, k)
         gap = log_prob(self.path[rows, k + 1], mean, std) - self.logprob[rows, k]
@@ -267,7 +269,7 @@ def mmrl_trainer(policy: FlowPolicy, work: Work, reward: Callable) -> Trainer:
         clip_range=CLIP, advantage_clip=ADVANTAGE_CLIP, timestep_fraction=work.fraction
     )
     scorer = Scorer({"reward": reward})
-    policy.unseen = False  # its look at a new network's rows is made once a run
+    policy.unseen = False  # it checks a new network's row independence once per run
     return Trainer(
         policy,
         PROMPTS,
@@ -296,7 +298,7 @@ def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict
     """Measure the largest differences after one iteration of both in float64, from the same weights
     and noise.
 
-    Raises SystemExit where they exceed 1e-9, or where no weight has moved by more than that.
+    Raises SystemExit if they exceed 1e-9, or no weight has moved by more than that.
     """
     work = replace(work, precision="fp32")
     ours = make()
@@ -331,7 +333,7 @@ def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict
 def measure(
     make: Make, work: Work, repeats: int, explain: bool = False, kind: type[PlainLoop] = PlainLoop
 ) -> dict[str, Any]:
-    """Measure whole iterations of both, in turns: seconds, passes, memory."""
+    """Measure whole iterations of both, alternately: seconds, passes, memory."""
     torch.manual_seed(0)
     plain = f"plain loop, {work.plain_rows} rows"
     runs: dict[str, Trainer | PlainLoop] = {
@@ -364,7 +366,7 @@ def digits_policy(args: argparse.Namespace, guidance: float) -> FlowPolicy:
     from mmrl.core.registry import locate
     from mmrl.zoo.models.diffusion.sd3 import SD3
 
-    torch.manual_seed(0)  # a new adapter draws its first weights
+    torch.manual_seed(0)  # a new adapter is initialised at random
     return SD3(
         locate(args.path),
         size=args.size,

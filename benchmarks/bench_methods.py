@@ -1,13 +1,13 @@
-"""Compares every method for pictures on the digits world: what it reaches and costs from one base.
+"""Compares all image methods on the digits world: reward and cost from one base model.
 
     python benchmarks/bench_methods.py  # whatever is missing, then the page
     python benchmarks/bench_methods.py --only Flow-GRPO DGPO --seeds 0 --runs /tmp/try
-    python benchmarks/bench_methods.py --page  # only write the page anew
+    python benchmarks/bench_methods.py --page  # only rewrite the page
 
-A run is a process of its own (a fork, so that libraries are imported once). Its numbers are written
-when it ends, and a run whose file is there is not repeated. Evaluation is the same for all:
-held-out captions, the same noise, eight Euler steps of the base's own grid, outside the clock.
-Seconds are given of the wall and of the processor: on a shared machine only the latter compare.
+Each run is a separate process (a fork, so that libraries are imported once). Its numbers are
+written when it ends, and a run whose file exists is not repeated. Evaluation is the same for all:
+held-out captions, the same noise, eight Euler steps of the base's grid, not timed. Wall and CPU
+seconds are given: on a shared machine only the latter are comparable.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SIZES = (
     "train.train_batch_size=32",
     "train.iterations=12",
 )
-# samples a held-out caption; iterations between points of the curve, their samples
+# samples per held-out caption; iterations between points of the curve, their samples
 COPIES = 4
 EVERY = 4
 CURVE = 1
@@ -53,7 +53,7 @@ CURVE = 1
 
 @dataclass(frozen=True)
 class Method:
-    """Holds a shipped configuration with what the short runs of this comparison change."""
+    """Holds a shipped configuration with the changes for short runs."""
 
     config: str
     family: str
@@ -64,9 +64,9 @@ class Method:
         return [*SIZES, *self.changes, f"optimizer.adamw.lr={self.lr}", f"train.seed={seed}"]
 
 
-# of the base, by which all are evaluated; FLUX has 3
+# guidance scale of the base and of all evaluations; FLUX has 3
 OWN_GRID = "policy.timestep_schedule.shifted.shift=1.0"
-NOISE = "policy.noise_level=0.5"  # in few long steps 0.3, as published, explores little
+NOISE = "policy.noise_level=0.5"  # with few long steps 0.3, as published, explores too little
 PATH, SHARED, NOISED, PAIRS, GRADIENT = methods_page.FAMILIES
 METHODS = {
     "Flow-GRPO": Method("flow_grpo", PATH, 4e-4),
@@ -150,7 +150,7 @@ METHODS = {
 
 @dataclass
 class Clock:
-    """Measures seconds of the wall and of this process, while it runs."""
+    """Measures wall seconds and CPU seconds of this process, while it runs."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -166,7 +166,7 @@ class Clock:
 
 
 class Judge:
-    """Looks at weights in one and the same way, whatever trained them."""
+    """Evaluates weights in the same way, whatever trained them."""
 
     def __init__(self) -> None:
         self.session = Session.of(read(find_config("digits/flow_grpo"), []))
@@ -176,7 +176,7 @@ class Judge:
         self.scorer = self.session.judges()
 
     def __call__(self, weights: dict[str, Tensor], copies: int) -> dict[str, Tensor]:
-        """Return [P, copies] of every reward, and how far apart the samples of a caption are."""
+        """Return [P, copies] of every reward, and the distance of a caption's samples."""
         self.policy.weights.load(weights)
         with torch.no_grad():
             media, repeated = evaluation.sample(self.policy, self.prompts, copies, seed=1)
@@ -207,8 +207,7 @@ def look(judge: Judge, weights: dict[str, Tensor]) -> dict[str, list[float]]:
 
 
 def learn(judge: Judge, name: str, seed: int, before: dict[str, list[float]]) -> dict[str, Any]:
-    """Train, with measurements on the way and after. ``before``: those of the base, which all
-    share."""
+    """Train, with evaluations during and after training. ``before``: those of the shared base."""
     method = METHODS[name]
     session = judge.session_of(method, seed)
     trainer = session.trainer()
@@ -240,7 +239,7 @@ def learn(judge: Judge, name: str, seed: int, before: dict[str, list[float]]) ->
         "wall": clock.wall,
         "cpu": clock.cpu,
         "resident_bytes": resident,
-        # slow to count, and no seed changes it
+        # slow to count, and independent of the seed
         "tensor_bytes": None if seed else peak_bytes(trainer.iterate, "cpu"),
         "before": before,
         "after": after,
@@ -297,8 +296,8 @@ CHECKPOINTED = (
 def speed(
     judge: Judge, repeats: int, names: Iterable[str] = RACERS, overrides: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Measure the processor's seconds an iteration, in turns: A B C A B C ... Twenty steps and 16
-    leaves, as published."""
+    """Measure CPU seconds per iteration, alternately: A B C A B C ... Twenty steps and 16 leaves,
+    as published."""
     trainers: dict[str, Trainer] = {}
     for name in names:
         config, changes = RACERS[name]
@@ -324,14 +323,13 @@ def speed(
 # --------------------------------------------------------------------------------------------------
 # time to a reward
 
-# iterations before which nobody looks
+# iterations before the first evaluation
 SPRINTER = METHODS["DGPO"]
 SOON = 2
 
 
 def sprint(judge: Judge, seed: int, goal: float, most: int = 12) -> dict[str, Any]:
-    """Train DGPO until the held-out reward reaches ``goal``; the evaluations are outside the
-    clock."""
+    """Train DGPO until the held-out reward reaches ``goal``; evaluations are not timed."""
     session = judge.session_of(SPRINTER, seed)
     trainer = session.trainer()
     clock = Clock()
@@ -363,7 +361,7 @@ def sprint(judge: Judge, seed: int, goal: float, most: int = 12) -> dict[str, An
 
 
 def apart_from_us(path: Path, task: Any, *args: Any) -> None:
-    """Run a task in a fork unless its result is there."""
+    """Run a task in a fork unless its result exists."""
     if path.exists():
         return
 
@@ -389,7 +387,7 @@ def all_runs(folder: Path, names: list[str], seeds: list[int], repeats: int) -> 
             apart_from_us(folder / f"{slug(name)}-{seed}.json", learn, judge, name, seed, base)
     if repeats:
         apart_from_us(folder / "speed.json", speed, judge, repeats)
-        # as published: the models do not fit without
+        # as published: the models do not fit without it
         often = ("train.gradient_checkpointing=true",)
         apart_from_us(
             folder / "speed_checkpointed.json", speed, judge, repeats, CHECKPOINTED, often

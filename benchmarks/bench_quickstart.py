@@ -1,10 +1,10 @@
-"""Runs scripts/quickstart twice, with an empty cache and with a full one, and writes what came out
-to docs/results/.
+"""Runs scripts/quickstart twice, with an empty and a full cache, and writes the results to
+docs/results/.
 
     python benchmarks/bench_quickstart.py [key=value ...]
 
-The time is that of the whole command after installation. The rewards, their intervals and the
-pictures are those of the first of the two runs.
+The time is that of the whole command after installation. Rewards, intervals and pictures are from
+the first run.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Measures how long rewards take to read an answer: the median of usual ones, and the worst of
-10,000 characters of nonsense. `python benchmarks/bench_reading.py [REWARD ...]`
+"""Measures the time of rewards to parse an answer: the median of typical ones, and the worst case
+of 10,000 characters of nonsense. `python benchmarks/bench_reading.py [REWARD ...]`
 
-Every answer is measured in time of the processor, and the least of several measurements counts:
-others who use the machine only add.
+CPU time is measured, and the minimum of several measurements counts, since other load only adds to
+it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ LENGTH = 10_000
 
 
 def forget() -> None:
-    """Empty the caches: every answer is read as if it were new."""
+    """Clear the caches."""
     for remembered in (
         *(numbers.quantity_in, options._named, published.vqa_key, names._normal),
         *(
@@ -156,7 +156,7 @@ def forget() -> None:
 
 
 def milliseconds(judge: Callable[[str], object], text: str, times: int) -> float:
-    """Return the least of some measurements of processor time."""
+    """Return the minimum of several measurements of CPU time."""
     least = float("inf")
     for _ in range(times):
         forget()

@@ -5,9 +5,9 @@ docs/results/.
         [key=value ...]
 
 A run is what `mmrl train digits/wan`, `mmrl evaluate` and `mmrl report` do, in one process:
-held-out captions (image to video: and first frames with scans that nobody trained on), base beside
-trained on the same noise, no noise on the path. Seconds are those of training, evaluations on the
-way included, of the wall and of the processor: on a shared machine only the latter tell.
+held-out captions (image to video: also first frames with unseen scans), base and trained model on
+the same noise, no noise on the path. Wall and CPU seconds are those of training, including
+evaluations: on a shared machine only the latter are comparable.
 """
 
 import argparse
@@ -49,7 +49,7 @@ STYLE = (
 
 
 def animate(run: Path, target: Path) -> None:
-    """Write the film of before and after as an animated PNG, which Markdown shows."""
+    """Write the before-and-after film as an animated PNG, which Markdown shows."""
     film = open_picture(before_after_picture(run))
     first, *later = film.frames
     timing = {"duration": round(film.pace), "loop": 0}
@@ -83,8 +83,8 @@ def learn(recipe: str, seed: int, run: Path, overrides: list[str]) -> dict:
 
 
 def reconstruction() -> dict[str, float]:
-    """Measure what the autoencoder alone costs: PSNR of clips with scans it never saw, and their
-    rewards before and after."""
+    """Measure the loss by the autoencoder alone: PSNR of clips with unseen scans, and their rewards
+    before and after."""
     from diffusers import AutoencoderKLWan
 
     from mmrl.core.registry import REWARDS as known
@@ -106,8 +106,7 @@ def reconstruction() -> dict[str, float]:
 
 
 def picture(runs: list[dict]) -> str:
-    """Draw held-out motion and identity over the iterations, a curve a seed, as a file of its
-    own."""
+    """Draw held-out motion and identity over the iterations, a curve per seed, to a file."""
     curves = [
         Series(f"{REWARDS[name]}, seed {run['seed']}", *map(list, zip(*points)))
         for name in ("digits_motion", "identity")

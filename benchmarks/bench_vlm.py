@@ -1,25 +1,24 @@
-"""Times a GRPO iteration of a vision-language model by mmrl and by TRL's GRPOTrainer, in turns.
+"""Times a GRPO iteration of a vision-language model by mmrl and by TRL's GRPOTrainer, alternately.
 
     python benchmarks/bench_vlm.py  # a tiny Qwen2.5-VL with random weights, on the CPU
     # a GPU:
     python benchmarks/bench_vlm.py --model 3b --precision bf16 --prompts 4 --image-tokens 256 \\
         --tokens 256
 
-TRL is installed in a virtual environment beside this checkout (--trl-env), on top of the packages
+TRL is installed in a virtual environment next to this checkout (--trl-env), on top of the packages
 that run this script; both trainers then run in one process there. They do equal work: the same
-model, prompts, images, group size, number of answer tokens (ending tokens are forbidden to both,
-but in the curve whose answers end where the model ends them), one optimizer step an iteration, one
-pass over the rows. Every iteration has prompts of its own, so nothing prepared for one can serve
-another.
+model, prompts, images, group size, number of answer tokens (end tokens are forbidden for both,
+except in the curve whose answers end naturally), one optimizer step per iteration, one pass over
+the rows. Every iteration has different prompts, so nothing can be cached between iterations.
 
 Against TRL with vLLM on a CPU, by the environment of scripts/vllm_env:
 
     ../vllm-env/bin/python benchmarks/bench_vlm.py --threads 1 --model tiny32 --trl-engine vllm \\
         --trl-env /tmp/mmrl-trl-vllm --out docs/results/vlm_speed_vllm
 
-vLLM keeps weights of linear layers packed for the CPU and drops the originals, so that TRL's way to
-hand it new weights (``load_weights``, one by one) fails there. That one method of TRL is replaced:
-all weights go through vLLM's own ``reload_weights``, which takes the same names and packs them.
+vLLM keeps linear weights packed for the CPU and drops the originals, so that TRL's weight update
+(``load_weights``, one by one) fails there. That method of TRL is replaced: all weights go through
+vLLM's ``reload_weights``, which takes the same names and packs them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from vlm_models import SIZES, build  # noqa: E402
 
 TRL = "1.16.0"
-TARGETS = {"short": 3.5, "long": 5.0}  # times as fast at about 50 and at 200 and more prompt tokens
+TARGETS = {
+    "short": 3.5,
+    "long": 5.0,
+}  # target speed-ups at about 50 and at 200 or more prompt tokens
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,13 @@ class Work:
     copies: int = 8
     image_tokens: int = 16
     text_tokens: int = 36
-    tokens: int = 10  # of every answer: a box in JSON has about so many
-    micro_batch: int | None = None  # rows a pass of the update, of both; None: all
+    tokens: int = 10  # tokens of every answer: about those of a box in JSON
+    micro_batch: int | None = None  # rows per pass of the update, for both; None: all
     lr: float = 1e-6
     precision: str = "fp32"
-    ends: bool = False  # answers end where the model ends them, at most after ``tokens``
+    ends: bool = False  # answers end naturally, at most after ``tokens``
     compile: bool = False  # passes of mmrl
-    engine: str = "transformers"  # what samples for TRL: transformers or vllm
+    engine: str = "transformers"  # sampling engine of TRL: transformers or vllm
 
     @property
     def rows(self) -> int:
@@ -72,7 +74,7 @@ class Work:
 
 
 def prompts(work: Work, iterations: int) -> list[dict[str, Any]]:
-    """Make prompts with ``text`` and ``images``, every one with its own image."""
+    """Generate prompts with ``text`` and ``images``, each with a different image."""
     from tests.fixtures import tiny_vlms
 
     side = round(work.image_tokens**0.5) * 28
@@ -93,7 +95,7 @@ def share_of_a(texts: list[str]) -> list[float]:
 
 
 def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "auto") -> Any:
-    """Build a trainer of mmrl."""
+    """Build mmrl's trainer."""
     import torch
 
     from mmrl import advantages
@@ -136,7 +138,7 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
 
 
 def endless(policy: Any) -> None:
-    """Forbid ending tokens, so that no answer ends before its last token."""
+    """Forbid end tokens, so that all answers have full length."""
     ends = policy.ending.stops
     policy.ending = replace(policy.ending, stops=())
     policy.warp = replace(policy.warp, suppressed=(*policy.warp.suppressed, *ends))
@@ -145,7 +147,7 @@ def endless(policy: Any) -> None:
 def theirs(
     folder: Path, work: Work, rows: list[dict[str, Any]], callbacks: list, output: Path
 ) -> Any:
-    """Build TRL's trainer, its options as near to ours as it has them."""
+    """Build TRL's trainer, with options as close to mmrl's as possible."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -199,11 +201,11 @@ def theirs(
 
 
 def _endless_generation(work: Work) -> dict[str, Any]:
-    """Return options of TRL's engine by which no answer ends before its last token."""
+    """Return options of TRL's engine by which all answers have full length."""
     if work.ends:
         return {}
     if work.engine == "vllm":
-        # bytes only: an image's token in an answer would be looked for in the image
+        # bytes only: an image token in an answer would be matched with the image
         letters = {"allowed_token_ids": list(range(256))}
         return {"min_tokens": work.tokens, "ignore_eos": True} | letters
     return {"min_new_tokens": work.tokens}
@@ -225,7 +227,7 @@ def _engine(work: Work) -> dict[str, Any]:
 
 
 def _reload(generation: Any) -> None:
-    """Hand vLLM the weights of TRL's model, in the place of ``VLLMGeneration.sync_weights``."""
+    """Send the weights of TRL's model to vLLM, instead of ``VLLMGeneration.sync_weights``."""
     from mmrl.policies.vlm.engines.vllm_local import repack_tied
 
     named = generation._iter_named_params()
@@ -235,14 +237,14 @@ def _reload(generation: Any) -> None:
 
 
 def lengths_of(trainer: Any, prompt: dict[str, Any]) -> tuple[int, list[int]]:
-    """Return how many tokens a prompt has, and the answers of one more rollout."""
+    """Return the tokens of a prompt, and of the answers of one more rollout."""
     tokens = trainer.policy.inputs.encode(prompt)["input_ids"].shape[1]
     return tokens, trainer.collect().rollout.mask.sum(1).tolist()
 
 
 def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
-    """Time whole iterations of both, each in its process, in turns; the first of each only warms
-    up."""
+    """Time whole iterations of both, each in its process, alternately; the first of each is a
+    warm-up."""
     import measuring
     from transformers import TrainerCallback
 
@@ -271,7 +273,7 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
     mmrl.end()
     if not work.ends:
         assert set(lengths) == {work.tokens} == set(generated), "answers of equal length"
-    # of neighbours: what else the machine does slows down both
+    # of neighbours: other load slows down both
     pairs = zip(times["trl"][1:], times["mmrl"][1:], strict=True)
     factors = [slow / quick for slow, quick in pairs]
     medians = {name: statistics.median(each[1:]) for name, each in times.items()}
@@ -283,13 +285,13 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
         "seconds": medians,
         "factor": statistics.median(factors),
         "factors": factors,
-        "first": times["mmrl"][0],  # with what is compiled in it
+        "first": times["mmrl"][0],  # with compilation in it
         "parts": {name: statistics.median(each[name] for each in parts[1:]) for name in parts[-1]},
     }
 
 
 def _watch(trainer: Any, lengths: list[int]) -> None:
-    """Collect the numbers of answer tokens that TRL generates."""
+    """Record the numbers of answer tokens that TRL generates."""
     generate = trainer._generate_and_score_completions
 
     def watched(inputs: Any) -> Any:
@@ -320,8 +322,8 @@ def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
 
 
 def curves(work: Work, engine: str = "transformers") -> dict[str, list[Work]]:
-    """Return name of a curve -> its points; the first two are held to the targets. With another
-    ``engine`` of TRL only its own."""
+    """Return name of a curve -> its points; the first two have targets. With another ``engine`` of
+    TRL only its own."""
     long = replace(work, image_tokens=144, text_tokens=68)
     answers = [replace(shape, tokens=256) for shape in (work, long)]
     if engine == "vllm":
@@ -347,7 +349,7 @@ def curves(work: Work, engine: str = "transformers") -> dict[str, list[Work]]:
 
 
 def environment(folder: Path) -> Path:
-    """Return the python of a virtual environment with TRL on top of this one's packages; made
+    """Return the python of a virtual environment with TRL on top of this one's packages; created
     once."""
     import sysconfig
 
@@ -387,7 +389,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     args = arguments(words)
-    if args.trl_engine == "vllm":  # before it is imported: its engine is part of this process
+    if args.trl_engine == "vllm":  # before its import: its engine runs in this process
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if not args.inside:
@@ -448,7 +450,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _earlier(before: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    """Return what an earlier report has and this one, of some curves only, has not."""
+    """Return the curves of an earlier report that this partial one lacks."""
     fields = ("machine", "threads", "repeats", "trl", "model", "device", "memory")
     chosen = {name: before[name] for name in fields if name in before}
     if "memory" in report:

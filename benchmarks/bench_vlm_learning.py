@@ -3,9 +3,9 @@ docs/results/.
 
     python benchmarks/bench_vlm_learning.py [--seeds 0 1 2] [--only grounding counting] [key=value]
 
-Every run is the command a user would type: `mmrl train`, then `mmrl evaluate` (greedy answers on
-scenes and scans that were never trained on, base beside trained). The seconds are those of `mmrl
-train`, loading and evaluations included.
+Every run is what a user would type: `mmrl train`, then `mmrl evaluate` (greedy answers on unseen
+scenes and scans, base and trained model). The seconds are those of `mmrl train`, loading and
+evaluations included.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def learn(recipe: str, seed: int, run: Path, overrides: list[str]) -> dict:
 
 
 def picture(recipe: str, runs: list[dict]) -> str:
-    """Draw held-out measurements over the iterations, a curve a seed, as a file of its own."""
+    """Draw held-out measurements over the iterations, a curve per seed, to a file."""
     curves = [Series(f"seed {run['seed']}", *map(list, zip(*run["curve"]))) for run in runs]
     drawing = str(Chart(recipe, curves, zero=True).svg())
     size = 'xmlns="http://www.w3.org/2000/svg" width="750" height="330" style="background:white"'

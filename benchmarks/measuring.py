@@ -1,5 +1,4 @@
-"""Shares counting passes, timing, memory, and the page that shows them between the bench
-scripts."""
+"""Common code of the bench scripts: counting passes, timing, memory, and their page."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from samplers.batching import peak_bytes
 
 
 def publish(out: Path, report: dict[str, Any], page: str) -> None:
-    """Write a report and its page beside each other, ``out`` with .json and .md, and print the
-    page."""
+    """Write a report and its page, ``out`` with .json and .md, and print the page."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     out.with_suffix(".md").write_text(page)
@@ -50,7 +48,7 @@ def cost(fn: Callable[[], Any], net: torch.nn.Module) -> dict[str, int]:
 
 
 def seconds(fn: Callable[[], Any]) -> float:
-    """Measure wall-clock seconds, the device's work included."""
+    """Measure wall seconds, including the device's work."""
     _wait()
     start = time.perf_counter()
     fn()
@@ -59,8 +57,8 @@ def seconds(fn: Callable[[], Any]) -> float:
 
 
 class Products(TorchFunctionMode):
-    """Adds up the seconds of this process in products with weights, convolutions and attention, as
-    often as they are made and with what else is in the caches."""
+    """Sums this process's seconds in matrix products, convolutions and attention, in place, with
+    realistic cache contents."""
 
     KINDS = (
         *(F.linear, F.scaled_dot_product_attention),
@@ -83,18 +81,18 @@ class Products(TorchFunctionMode):
 
 
 def floor(fn: Callable[[], Any]) -> float:
-    """Measure what of ``fn`` are products and attention, which nothing around them can spare."""
+    """Measure the time of ``fn`` in products and attention, a lower bound."""
     with Products() as counted:
         fn()
     return counted.seconds
 
 
 class Apart:
-    """Holds a trainer in a process of its own, as users run it, so that two can take turns and
-    what one sets in its process (how memory is kept) is no gift to the other."""
+    """Holds a trainer in its own process, as users run it, so that two can alternate without
+    sharing process settings (such as the allocator's)."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any):
-        """Begin a process in which ``make`` builds the trainer; both are defined in a module."""
+        """Start a process in which ``make`` builds the trainer; both are defined in a module."""
         spawn = multiprocessing.get_context("spawn")
         self._pipe, end = spawn.Pipe()
         known = (end, torch.get_num_threads(), make, arguments)
@@ -103,7 +101,7 @@ class Apart:
         end.close()
 
     def ask(self, work: Callable[[Any], Any]) -> Any:
-        """Return what ``work`` returns of the trainer. Raises EOFError where it fails there, which
+        """Return ``work(trainer)`` from the process. Raises EOFError if it fails there, which
         prints why."""
         self._pipe.send(work)
         return self._pipe.recv()
@@ -121,14 +119,14 @@ def _serve(pipe: Any, threads: int, make: Callable[..., Any], arguments: tuple[A
 
 
 def iteration(trainer: Any) -> tuple[float, dict[str, float]]:
-    """Make one iteration; return its seconds and metrics."""
+    """Run one iteration; return its seconds and metrics."""
     clock = Clock()
     metrics = trainer.iterate()
     return clock.seconds(), metrics
 
 
 class Clock:
-    """Measures time; it starts when it is made."""
+    """Measures time from its construction."""
 
     def __init__(self) -> None:
         _wait()

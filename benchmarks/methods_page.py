@@ -1,4 +1,4 @@
-"""Writes the page of ``bench_methods``: tables, curves and what the papers' claims come to."""
+"""Writes the page of ``bench_methods``: tables, curves and a check of the papers' claims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAMILIES = (
     "Pairs",
     "Gradients of the reward",
 )
-Runs = list[dict[str, Any]]  # of one method, a seed each
+Runs = list[dict[str, Any]]  # runs of one method, one per seed
 
 
 def write(folder: Path, methods: dict[str, tuple[str, float]]) -> None:
@@ -155,7 +155,7 @@ HEAD = (
 
 
 def in_short(runs_of_method: dict[str, Runs], most: int = 5) -> str:
-    """Say which methods gain the most, in all and for their cost."""
+    """State which methods gain the most, in total and for their cost."""
     gains = {name: gain(runs, "digits")[0] for name, runs in runs_of_method.items()}
     cost = {name: mean(runs, "cpu") for name, runs in runs_of_method.items()}
     first = sorted(gains, key=lambda name: -gains[name])[:most]
@@ -220,7 +220,7 @@ INTRODUCTION = (
     "those numbers flatter a little. SePPO's beta and sizes were chosen by thirteen "
     "settings of a former, wrong rule."
 )
-FORMER = {  # rows that were measured before a mend, and what was mended
+FORMER = {  # rows measured before a fix, and the fix
     "SePPO": "its flip compared the reference, which lagged behind the model, with the base",
     "Adjoint Matching": "its last step had noise, where the reward's gradient is taken",
 }
@@ -317,7 +317,7 @@ def speed_table(speed: dict[str, Any]) -> list[str]:
 
 
 def faster(speed: dict[str, Any]) -> str:
-    """Say how much time the branching methods save."""
+    """State how much time the branching methods save."""
     cpu = {name: statistics.median(run["cpu"]) for name, run in speed.items() if name != "machine"}
     base = cpu["DanceGRPO, all steps"]
     each = [
@@ -416,12 +416,12 @@ def sprint_table(runs_of_method: dict[str, Runs], sprints: list[dict[str, Any]])
 
 
 def first_there(run: dict[str, Any], goal: float) -> list[float] | None:
-    """Find iteration, processor's seconds and reward where DGPO first is at least as good."""
+    """Find iteration, CPU seconds and reward where DGPO is first at least as good."""
     return next((point for point in run["curve"] if point[2] >= goal), None)
 
 
 def together(rivals: Runs, sprints: list[dict[str, Any]], form: str) -> str:
-    """Say how many times as fast DGPO is over all seeds."""
+    """State DGPO's speed-up over all seeds."""
     ours = {run["seed"]: run for run in sprints}
     pairs = [
         (run, first_there(ours[run["seed"]], run["curve"][-1][2]))
@@ -435,7 +435,7 @@ def together(rivals: Runs, sprints: list[dict[str, Any]], form: str) -> str:
 
 
 def arrival(run: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Write where DGPO first is at least as good as ``theirs`` at its end."""
+    """Write where DGPO is first at least as good as ``theirs`` at its end."""
     goal = theirs["curve"][-1][2]
     arrived = first_there(run, goal)
     iteration, cpu, reward = arrived or run["curve"][-1]

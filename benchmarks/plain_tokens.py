@@ -1,10 +1,10 @@
-"""Generates images by LlamaGen and VAR in the plain way, for ``bench_discrete.py`` to compare with:
+"""Generates images by LlamaGen and VAR in plain loops, as the baseline of ``bench_discrete.py``:
 neither is in transformers or diffusers.
 
-Written from the papers (Sun et al. 2024; Tian et al. 2024): every row, conditional or not, is read
-and kept by itself; LlamaGen's cache has room for all tokens, and a token attends to all of it under
-a mask; VAR appends the keys of a scale to those before; logits are made of both rows and mixed; a
-token is drawn by ``torch.multinomial``. The weights are those of our networks.
+Written from the papers (Sun et al. 2024; Tian et al. 2024): every row, conditional or not, is
+prefilled and cached separately; LlamaGen's KV cache is static, and a token attends to all of it
+under a mask; VAR appends the keys of a scale to the cache; logits of both rows are computed and
+mixed; a token is sampled by ``torch.multinomial``. The weights are those of mmrl's networks.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _var_block(block: Any, x: Tensor, cond: Tensor, cache: list[Tensor]) -> Tens
 
 
 def llamagen_folder(size: Any, folder: Path) -> None:
-    """Build a folder as ours exports it, with random weights: nobody else has the class."""
+    """Build a folder in mmrl's export format, with random weights: no library has the class."""
     shape = Shape(size.width, size.layers, size.heads, size.vocab, 10, grid=size.side)
     checkpoints.save(LlamaGenGPT(shape).state_dict(), folder / "gpt.safetensors")
     codec = LlamaGenVQ(size.vocab, 4, 16, 32, (1, 1), 1, used=8)
@@ -129,7 +129,7 @@ def llamagen_folder(size: Any, folder: Path) -> None:
 
 
 def var_folder(size: Any, folder: Path) -> None:
-    """Build a folder as ours exports it, with random weights: nobody else has the class."""
+    """Build a folder in mmrl's export format, with random weights: no library has the class."""
     sides = tuple(side for side in VAR_SIDES if side <= size.side)
     codec = VARVQ(sides, size.vocab, 4, 32, (1, 1), 1)
     shape = VARShape(size.width, size.layers, size.heads, sides, size.vocab, 4, 10, 4 * size.width)

@@ -1,4 +1,4 @@
-"""Builds the Qwen2.5-VL with random weights that speed is measured with."""
+"""Builds Qwen2.5-VL models with random weights for speed measurements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
         },
         "rope": [4, 6, 6],
     },
-    # where products outweigh what surrounds them
+    # sizes at which matrix products dominate
     "small": {
         "text": {
             "hidden_size": 512,
@@ -84,8 +84,8 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def build(size: str, folder: Path, **text: Any) -> Path:
-    """Build and save a Qwen2.5-VL of random weights with a tokenizer of one token a byte; ``text``
-    changes options of its language model."""
+    """Build and save a Qwen2.5-VL of random weights with a tokenizer of one token per byte;
+    ``text`` changes options of its language model."""
     import torch
     import transformers as hf
 

@@ -1,8 +1,8 @@
 """Rewards map ``(media, prompts) -> [B]``, usable without the trainer; see ``docs/rewards.md``.
 
-The package offers every reward under its name in a configuration and under its own: ``from rewards
-import clip_score`` and ``from rewards import ClipScore`` are the same class. The modules that
-register them are imported when a name is asked for, models are loaded when a reward is constructed.
+Every reward can be imported under its name in a configuration and under its class name: ``from
+rewards import clip_score`` and ``from rewards import ClipScore`` are the same class. The modules
+that register them are imported on first use; models are loaded when a reward is constructed.
 """
 
 import importlib

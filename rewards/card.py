@@ -1,5 +1,5 @@
-"""Describes a reward: what it judges, what a prompt must hold, its range, where its weights come
-from."""
+"""Describes a reward: what it judges, the prompt fields it needs, its range, the source of its
+weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 Medium = Literal["image", "video", "text"]
 Of = Literal["sample", "group", "step", "batch"]
-PICTURES = ("images", "image")  # of a prompt: the pictures that it shows
+PICTURES = ("images", "image")  # fields with a prompt's pictures
 MEDIA: dict[str, Medium] = {"image": "image", "video": "video", "text": "text"}
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 
@@ -18,15 +18,14 @@ Entry = TypeVar("Entry", bound=Callable[..., Any])
 @dataclass(frozen=True)
 class Card:
     """Describes a reward. ``of``: a "sample" reward judges each sample alone and returns [B]; a
-    "group" reward wants whole groups (rows of one prompt adjacent) and returns [B]; a "step" reward
-    returns [B, K]; a "batch" reward sees all that was sampled for an iteration in one call on every
-    process, even one without a row, with a third argument that gathers the rows of all processes,
-    and returns [B]. ``low``, ``high``: the range, None is open. ``needs``: fields that every prompt
-    must have. ``pictures``: fields that hold a picture or the name of its file: ``remote`` sends
-    them along, and a server takes no names. ``named``: option -> the one of them that it names
-    anew. ``sound``: it judges the sound of videos, ``mmrl.core.media.sound``. ``source``: of the
-    weights or the definition. ``scaling``: in words, where several are in
-    use."""
+    "group" reward needs whole groups (rows of one prompt adjacent) and returns [B]; a "step" reward
+    returns [B, K]; a "batch" reward sees all samples of an iteration in one call on every process,
+    even one without rows, with a third argument that gathers the rows of all processes, and returns
+    [B]. ``low``, ``high``: the range, None is open. ``needs``: fields that every prompt must have.
+    ``pictures``: fields that hold a picture or its file name: ``remote`` sends them along, and a
+    server accepts no file names. ``named``: option -> the field that it renames. ``sound``: it
+    judges the sound of videos, ``mmrl.core.media.sound``. ``source``: of the weights or the
+    definition. ``scaling``: in words, if several are in use."""
 
     media: tuple[Medium, ...] = ("image", "video", "text")
     needs: tuple[str, ...] = ()
@@ -53,9 +52,9 @@ def card(
     """Decorate a reward with its card: ``@card(media="image video", needs="text", low=-1, high=1,
     licence="MIT")``, names split at blanks.
 
-    ``named={"field": "reference"}``: the option ``field`` says which field of a prompt stands for
-    ``reference``. An object may overrule the card with an attribute ``card`` of its own where its
-    options change what it needs.
+    ``named={"field": "reference"}``: the option ``field`` names the prompt field that replaces
+    ``reference``. An object whose options change what it needs may override the card with an
+    attribute ``card``.
     """
 
     def declare(entry: Entry) -> Entry:
@@ -73,15 +72,15 @@ def card(
 
 
 def card_of(reward: Callable[..., Any]) -> Card:
-    """Return the card of a reward, its class, or the function under a partial; an undeclared one
+    """Return the card of a reward, its class, or the function under a partial; without a card, it
     may see everything."""
     card = getattr(reward, "card", None) or getattr(getattr(reward, "func", None), "card", None)
     return card if isinstance(card, Card) else Card()
 
 
 def card_with(reward: Callable[..., Any], options: Mapping[str, Any]) -> Card:
-    """Return the card that a class or function will have with these options: fields that they name
-    take the place of the usual ones."""
+    """Return the card of a class or function with these options: fields that they name replace the
+    defaults."""
     known = card_of(reward)
     renamed = {need: str(options[option]) for option, need in known.named if option in options}
     return replace(
@@ -92,19 +91,19 @@ def card_with(reward: Callable[..., Any], options: Mapping[str, Any]) -> Card:
 
 
 def pictures_of(rewards: Iterable[Callable[..., Any]]) -> tuple[str, ...]:
-    """Return the fields that any of these rewards takes for pictures, each once."""
+    """Return the picture fields of these rewards, each once."""
     return tuple(dict.fromkeys(field for reward in rewards for field in card_of(reward).pictures))
 
 
 def described(reward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return something that has the card of a reward with these options, before it is built."""
+    """Return a placeholder with the card of a reward with these options, before it is built."""
     carrier: Any = partial(reward)
     carrier.card = card_with(reward, options)
     return carrier  # type: ignore[no-any-return]
 
 
 class Sums(NamedTuple):
-    """Holds sum and number of a sub-score's values, where the values themselves are elsewhere."""
+    """Holds sum and count of a sub-score's values that live on other processes."""
 
     total: float = 0.0
     number: float = 0.0

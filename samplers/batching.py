@@ -1,5 +1,5 @@
-"""Makes batches that fit: chunks of rows, what a forward pass costs in bytes, and results that no
-chunk size changes."""
+"""Fits batches into memory: chunks of rows, the peak bytes of a forward pass, and results that do
+not depend on the chunk size."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def chunks(count: int, size: int) -> Iterator[slice]:
 
 
 def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Return the most bytes of tensors that were alive at once among those ``fn`` made, on top of
-    what existed before.
+    """Return the peak bytes of the tensors that ``fn`` creates, on top of what existed before.
 
     On a CUDA device the allocator counts, which includes the workspaces of kernels; elsewhere every
     storage that an operation returns is counted until it is freed, without the scratch space inside
@@ -88,8 +87,8 @@ def rows_that_fit(
     """Return the largest number of rows in 1..most whose ``forward(rows)`` stays within ``budget``
     bytes.
 
-    Runs one row and two rows and assumes that memory grows linearly. ValueError where even one row
-    is too many.
+    Runs one row and two rows and assumes that memory grows linearly. ValueError if even one row is
+    too many.
     """
     if most < 1:
         raise ValueError(f"the largest number of rows must be at least 1, not {most}")
@@ -124,10 +123,10 @@ class Attempt:
 
 
 def attempts(size: int, least: int = 1) -> Iterator[Attempt]:
-    """Yield an attempt at ``size`` rows a pass, and with half as many again and again as long as
-    the device is out of memory. The block must begin anew in every attempt.
+    """Yield an attempt at ``size`` rows a pass, and then with half as many, as long as the device
+    runs out of memory. The block must start over in every attempt.
 
-    Raises torch.OutOfMemoryError where ``least`` rows do not fit either.
+    Raises torch.OutOfMemoryError if ``least`` rows do not fit either.
     """
     while True:
         attempt = Attempt(size)
@@ -147,10 +146,10 @@ def at_width(fn: Callable[..., Any], width: int, *batches: Any) -> Any:
     """Compute ``fn(*batches)`` at exactly ``width`` rows, for nests of tensors [B, *] with B <=
     width.
 
-    Row 0 is repeated to fill up, and the results of the repeats are cut off the result (a nest of
-    tensors [width, *]) and out of the gradient. A matmul of few rows may round in another way than
-    one of many; at constant width the result of a row does not depend on how many rows its chunk
-    had left. It may still depend, in the last place, on the row's place in the chunk.
+    Row 0 is repeated as padding, and the padding is removed from the result (a nest of tensors
+    [width, *]) and from the gradient. A matmul of few rows may round differently from one of many;
+    at constant width the result of a row does not depend on how many rows its chunk has. It may
+    still depend, in the last place, on the row's place in the chunk.
     """
     rows = {len(tensor) for tensor in tree_iter(batches) if isinstance(tensor, Tensor)}
     if len(rows) != 1:

@@ -26,10 +26,10 @@ def flow_sde(
 ) -> tuple[Tensor, Tensor]:
     """Adds Flow-GRPO's noise, eta sqrt(t / (1 - t)): less of it the closer to the data.
 
-    Liu et al. 2025, "Flow-GRPO", eq. 9. The noise is infinite at t = 1; in the first step t / (1 -
-    s) stands in, as published, which makes the injected std of a step from 1 exactly eta. The first
-    step begins above ``second``, the grid's second time, be it at 1 or by rounding or a shift just
-    below; None: at 1.
+    Liu et al. 2025, "Flow-GRPO", eq. 9. The noise is infinite at t = 1; in the first step it is
+    replaced by t / (1 - s), as published, which makes the injected std of a step from 1 exactly
+    eta. The first step begins above ``second``, the grid's second time, be it at 1 or by rounding
+    or a shift just below; None: at 1.
     """
     x, v, t, s, eta = _align(x, v, t, s, eta)
     first = t >= 1 if second is None else t > second  # rounded to the type of t, as the grid is
@@ -55,9 +55,10 @@ def wan_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Te
 def memoryless(
     x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, second: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Adds noise eta sqrt(2 t / (1 - t)): at eta = 1 the end of a path forgets its beginning.
+    """Adds noise eta sqrt(2 t / (1 - t)): at eta = 1 the end of a path is independent of its
+    beginning.
 
-    Domingo-Enrich et al. 2025, "Adjoint Matching", section 4.3: only so does fine-tuning tilt the
+    Domingo-Enrich et al. 2025, "Adjoint Matching", section 4.3: only then does fine-tuning tilt the
     model's distribution by the reward without a bias from the initial noise. The first step is as
     in ``flow_sde``.
     """
@@ -65,12 +66,12 @@ def memoryless(
 
 
 def cps(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
-    """Preserves the flow's coefficients (Flow-CPS): noise s sin(eta pi / 2), however short the step
-    is.
+    """Preserves the flow's coefficients (Flow-CPS): noise s sin(eta pi / 2), whatever the step
+    length.
 
     Wang et al. 2025, "Coefficients-Preserving Sampling". Predicted data and noise keep the scales
-    of time s, but as the noise does not shrink with the step there is no SDE that ever finer grids
-    approach.
+    of time s, but as the noise does not shrink with the step, there is no SDE limit for finer
+    grids.
     """
     x, v, t, s, eta = _align(x, v, t, s, eta)
     angle = eta * (math.pi / 2)
@@ -92,7 +93,7 @@ def flow_ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[
 
 
 def ode(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number = 0.0) -> tuple[Tensor, Tensor]:
-    """Takes an Euler step of the probability-flow ODE, without noise whatever eta says."""
+    """Takes an Euler step of the probability-flow ODE, without noise, whatever eta is."""
     x, v, t, s, eta = _align(x, v, t, s, eta)
     return x + v * (s - t), torch.zeros_like(t)
 
@@ -109,7 +110,7 @@ def ddim(
     (DDPO).
 
     Song et al. 2021, "DDIM", eq. 12 and 16: std^2 = eta^2 sigma_s^2 / sigma_t^2 (1 - alpha_t^2 /
-    alpha_s^2). A step to a state without noise has none.
+    alpha_s^2). A step to a state without noise adds none.
     """
     (alpha_t, sigma_t), (alpha_s, sigma_s) = process.scales(t, x), process.scales(s, x)
     variance = (sigma_s / sigma_t) ** 2 * (1 - (alpha_t / alpha_s) ** 2)
@@ -121,18 +122,17 @@ def ddim(
 def consistency(
     x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Process = FLOW
 ) -> tuple[Tensor, Tensor]:
-    """Jumps to the predicted data and adds noise again (consistency models); eta = 1 renews all of
-    it.
+    """Jumps to the predicted data and adds noise again (consistency models); eta = 1: all fresh.
 
     Luo et al. 2023, "Latent Consistency Models", algorithm 3; between 0 and 1 the share eta^2 of
-    its variance. A step to a state without noise has none.
+    its variance. A step to a state without noise adds none.
     """
     (alpha_s, sigma_s), eta = process.scales(s, x), per_row(eta, x)
     clean, noise = (f(x.to(sigma_s), v.to(sigma_s), t) for f in (process.clean, process.noise))
     return alpha_s * clean + sigma_s * (1 - eta**2).clamp_min(0).sqrt() * noise, sigma_s * eta
 
 
-# whose first step depends on the grid's second time
+# kernels whose first step depends on the grid's second time
 for _kernel in (flow_sde, memoryless):
     vars(_kernel)["first_step"] = True
 # the processes a kernel is for; those without this are for flows
@@ -149,8 +149,7 @@ def _towards(x: Tensor, v: Tensor, t: Tensor, s: Tensor, noise_scale: Tensor) ->
 def _align(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, ...]:
     """Convert everything to one dtype of at least float32; t, s, eta to [B, 1, ...].
 
-    Times are rounded to the dtype of the state first, so that a recorded time and the grid it came
-    from agree.
+    Times are first rounded to the dtype of the state, so that recorded times and the grid agree.
     """
     dtype = torch.promote_types(torch.promote_types(x.dtype, v.dtype), torch.float32)
     x = x.to(dtype)

@@ -1,9 +1,9 @@
-"""Draws random numbers keyed by their use, so that no batch split, world size or resume changes a
-sample.
+"""Draws random numbers keyed by their use, so that samples do not depend on batch split, world size
+or resume.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based
-generator, in plain torch integer arithmetic: the same numbers on every device, any row alone or
-among others, nothing to save or restore.
+generator, in plain torch integer arithmetic: the same numbers on every device, for a row alone or
+in any batch, and no state to save.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ def philox(
 
 @dataclass(frozen=True)
 class Rng:
-    """Draws from a named random stream. ``fold`` derives another one; draws never change it, so
+    """Draws from a named random stream. ``fold`` derives another one; draws do not change it, so
     order does not matter."""
 
-    # 64 bits in two words; tensors [B, 1] where rows are of several streams, which cannot fold
+    # 64 bits in two words; tensors [B, 1] for rows of several streams, which cannot fold
     key: tuple[int, int] | tuple[Tensor, Tensor]
     offset: int = 0  # position of this process's first prompt in the whole iteration
-    first_row: int = 0  # and of its first row, where prompts have different numbers of samples
+    first_row: int = 0  # and of its first row, if prompts have different numbers of samples
 
     @classmethod
     def of(cls, *names: int | str) -> Rng:
-        """Make the stream with these names, for instance ``Rng.of(seed, "rollout", iteration)``."""
+        """Return the stream with these names, for instance ``Rng.of(seed, "rollout",
+        iteration)``."""
         digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
         return cls((int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")))
 
@@ -61,8 +62,8 @@ class Rng:
         return replace(self, key=Rng.of(*self.key, *names).key)
 
     def rows(self, prompts: int, copies: int | Sequence[int]) -> Tensor:
-        """Name the rows [B] that answer this process's prompts, copies adjacent: ``copies`` of
-        each, or as many as the list says."""
+        """Return the ids of the rows [B] of this process's prompts, copies adjacent: ``copies`` of
+        each, or one number per prompt."""
         if isinstance(copies, int):
             return torch.arange(self.offset * copies, (self.offset + prompts) * copies)
         return torch.arange(self.first_row, self.first_row + sum(copies))

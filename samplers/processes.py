@@ -1,5 +1,5 @@
-"""Defines how data become noise, x_t = alpha(t) x_0 + sigma(t) e, and what a network's output says
-of x_0 and e.
+"""Defines how data become noise, x_t = alpha(t) x_0 + sigma(t) e, and how x_0 and e follow from a
+network's output.
 
 t in [0, 1] everywhere, 1 is noise and 0 is data. Tensors are [B, *]; times [B] or scalars.
 """
@@ -32,11 +32,10 @@ class Process(Protocol):
         """Compute the output [B, *] that a perfect network would give."""
 
     def snap(self, t: Tensor) -> Tensor:
-        """Round times [B] above 0 to those that the network was trained on, the next at or after
-        ``t``."""
+        """Round times [B] above 0 up to those that the network was trained on."""
 
     def gain(self, t: Number, like: Tensor) -> Tensor:
-        """Compute how far the predicted x_0 moves when the output moves by 1, [B, 1, ...]."""
+        """Compute the derivative of the predicted x_0 by the output, [B, 1, ...]."""
 
 
 def per_row(value: Number, like: Tensor) -> Tensor:
@@ -95,9 +94,9 @@ class Diffusion:
     """Implements discrete variance-preserving diffusion: alpha^2 = ``alphas`` [T] cumulative,
     sigma^2 = 1 - alpha^2.
 
-    Time (i + 1) / T stands for timestep i; 0 is the state after the last step, where alpha^2 is
-    ``final``: 1, or alphas[0] for schedulers with ``set_alpha_to_one: false``. Ho et al. 2020;
-    Salimans and Ho 2022 for v.
+    Time (i + 1) / T is timestep i; 0 is the state after the last step, where alpha^2 is ``final``:
+    1, or alphas[0] for schedulers with ``set_alpha_to_one: false``. Ho et al. 2020; Salimans and Ho
+    2022 for v.
     """
 
     prediction: Prediction = "epsilon"
@@ -117,8 +116,7 @@ class Diffusion:
         return per_row(bar.sqrt(), like), per_row((1 - bar).sqrt(), like)
 
     def _table(self, device: torch.device) -> Tensor:
-        """Return alpha^2 by timestep + 1, [T + 1], on the device of the times: it moves once, not
-        at every step."""
+        """Return alpha^2 by timestep + 1, [T + 1], on the device of the times, moved only once."""
         if device not in self.tables:
             with torch.inference_mode(False):
                 table = torch.cat([self.alphas.new_tensor([self.final]), self.alphas])

@@ -1,7 +1,7 @@
-"""Sets when a sampler steps: time grids ``(steps, *, ...) -> [steps + 1]`` float64, falling from 1
-(noise) to 0 (data).
+"""Defines time grids: ``(steps, *, ...) -> [steps + 1]`` float64, falling from 1 (noise) to 0
+(data).
 
-An impossible request is a ValueError that says what would be possible.
+An impossible request is a ValueError that says what is possible.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def compressed(times: Tensor, after: int, ratio: float) -> Tensor:
     """Return the grid [K + 1] with fewer steps after step ``after``: int(ratio * remaining), at
     least 1 (MixGRPO-Flash).
 
-    The new times lie evenly on the old grid's own curve, so that its shift stays.
+    The new times lie evenly on the old grid's curve, which keeps its shift.
     """
     if not 0 < ratio <= 1:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Solves the steps that need no density deterministically: ``solver(process) -> step``, ``step(x,
 out, t, s) -> x_s``.
 
-A step function remembers what multistep methods need, so every sample (batch) takes a new one.
+A step function keeps the state of multistep methods, so every batch needs a new one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def dpm(process: Process, *, order: Literal[1, 2] = 2) -> Step:
     multistep).
 
     With lambda = log(alpha / sigma) and h its step, x_s = sigma_s / sigma_t x - alpha_s (e^-h - 1)
-    D, where D is the predicted x_0, at order 2 extrapolated by half a step from the one before. The
-    first step and a step to s = 0 are of first order. Order 1 is DDIM.
+    D, where D is the predicted x_0, at order 2 extrapolated by half a step from the previous one.
+    The first step and a step to s = 0 are of first order. Order 1 is DDIM.
     """
     history: list[tuple[Tensor, Tensor]] = []  # of the step before: predicted x_0 and h
 

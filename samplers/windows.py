@@ -1,8 +1,8 @@
-"""Sets where a sampler adds noise: ``(steps, iteration, rng, *, ...) -> [steps]`` bool, True where
-the step is a decision.
+"""Defines where a sampler adds noise: ``(steps, iteration, rng, *, ...) -> [steps]`` bool, True
+where the step is a decision.
 
 ``iteration`` counts rollouts from 0 and ``rng`` belongs to it; all samples and processes get the
-same window. An impossible request is a ValueError that says what would be possible.
+same window. An impossible request is a ValueError that says what is possible.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def random_window(
     """Picks ``size`` adjacent steps inside start to stop - 1 at a new random place every iteration.
 
     Flow-GRPO-Fast (2 inside the first 10) and MixGRPO's random strategy. The published code of the
-    former draws another place on every process; here all agree, so that the number of processes
-    changes nothing.
+    former draws another window on every process; here all agree, so that the number of processes
+    has no effect.
     """
     first, last = _room(steps, size, start, stop)
     place = int(rng.uniform(torch.zeros(1)) * (last - first - size + 1))
@@ -95,7 +95,7 @@ def progressive(
 ) -> Tensor:
     """Moves a window from noise to data by ``stride`` steps every ``every`` iterations (MixGRPO).
 
-    Li et al. 2025, "MixGRPO", section 3.2. ``again``: start anew after the last place; otherwise
+    Li et al. 2025, "MixGRPO", section 3.2. ``again``: start over after the last place; otherwise
     stay there. The published code lets the window shrink at the end and stay empty, untrained, for
     ``every`` iterations; this one keeps its size. ``stride`` equal to ``size`` is the variant
     without overlap.

@@ -1,4 +1,4 @@
-"""Runs `mmrl train` as a file, for launchers that want one: accelerate launch scripts/train.py
+"""Runs `mmrl train` as a file, for launchers that need one: accelerate launch scripts/train.py
 CONFIG [key=value ...]"""
 
 import sys

@@ -1,4 +1,4 @@
-"""Turns what a Python caller passes into what configurations are made of."""
+"""Converts arguments of Python callers to configuration values."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def needed(module: str, what: str, extra: str = "notebook") -> Any:
 
 
 def words_of(overrides: Overrides) -> list[str]:
-    """Write ``{"train.iterations": 20}`` as the words of the command line, ``train.iterations=20``;
-    such words may be given as they are."""
+    """Write ``{"train.iterations": 20}`` as command-line overrides, ``train.iterations=20``; such
+    strings are accepted unchanged."""
     if overrides is None:
         return []
     if isinstance(overrides, Mapping):
@@ -64,7 +64,7 @@ def _written(key: str, value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Turn paths, tuples and numpy's numbers into the plain values that configurations have."""
+    """Convert paths, tuples and numpy numbers to plain configuration values."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -75,11 +75,11 @@ def plain(value: Any) -> Any:
 
 
 def prompts_of(prompts: Any) -> list[Prompt]:
-    """Turn prompts into a list of dicts with a ``text`` each.
+    """Convert prompts to a list of dicts with a ``text`` each.
 
-    prompts: one text or dict, a list of texts or of dicts, a pandas frame (a row a prompt, the text
-    in the column ``text`` or ``prompt``), or the ``Path`` of a file. Raises UserError that names
-    the row.
+    prompts: one text or dict, a list of texts or of dicts, a pandas frame (a row per prompt, the
+    text in the column ``text`` or ``prompt``), or the ``Path`` of a file. Raises UserError that
+    names the row.
     """
     if isinstance(prompts, Path):
         return read(prompts)
@@ -99,7 +99,7 @@ def prompts_of(prompts: Any) -> list[Prompt]:
 
 
 def _without_gaps(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """Leave out the empty cells of a frame's row."""
+    """Drop the empty cells of a frame's row."""
     return {str(k): plain(v) for k, v in row.items() if not (isinstance(v, float) and v != v)}
 
 
@@ -125,7 +125,7 @@ def _prompt(row: Any, number: int) -> Prompt:
 
 
 def _with_known_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a row the names of mmrl for what other formats call otherwise, as files are read."""
+    """Rename fields of other formats to mmrl's, as for files."""
     known = dict(row)
     for name in ("text", "boxes", "answer"):
         ours = TEXTS if name == "text" else (name,)
@@ -151,8 +151,8 @@ def reader_of(sections: Mapping[str, Any]) -> str:
 
 
 def data_section(prompts: Any, reader: str = "prompts") -> Any:
-    """Return the ``data`` section that a path, the id of a data set or a data source's name stands
-    for; None where prompts are given themselves. ``reader``: the data source that reads paths."""
+    """Return the ``data`` section of a path, a data set id or a data source's name; None if prompts
+    are given directly. ``reader``: the data source that reads paths."""
     if isinstance(prompts, (str, Path)):
         name = str(prompts)
         if Path(name).exists() or re.fullmatch(r"\S+[/\\.]\S+", name):  # also owner/name

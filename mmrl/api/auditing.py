@@ -20,8 +20,7 @@ from rewards.card import card_of
 
 
 class Audits(list[Audit]):
-    """Holds the audits of rewards; ``passed`` tells whether no rule was broken. A notebook shows
-    them as tables."""
+    """Holds the audits of rewards; ``passed``: no rule was broken. Shown as tables in notebooks."""
 
     @property
     def passed(self) -> bool:
@@ -69,9 +68,9 @@ def check_reward(
     win, tricks must not pay.
 
     reward: a configuration (its rewards on its own data, with ``overrides``), or a function or the
-    name of a reward as ``mmrl.Trainer`` takes it, with the ``prompts`` it is tried on and the
-    ``media`` it judges (not needed where its card says so). samples: prompts to look at; seed:
-    which of them. Raises UserError where nothing can be audited.
+    name of a reward as for ``mmrl.Trainer``, with the ``prompts`` to try it on and the ``media`` it
+    judges (by default from its card). samples: number of prompts; seed: which of them. Raises
+    UserError if nothing can be audited.
     """
     with isolated():
         named = isinstance(reward, str) and prompts is not None
@@ -92,7 +91,7 @@ def check_reward(
 
 
 def _registered(name: str) -> tuple[str, Any]:
-    """Build the reward of that name, as ``mmrl.Trainer`` takes it."""
+    """Build the reward of that name, as for ``mmrl.Trainer``."""
     load_built_in()
     return name, build_rewards(name)[name].reward
 

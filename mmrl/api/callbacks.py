@@ -1,4 +1,4 @@
-"""Calls functions of the user's while a run goes on."""
+"""Calls user functions during a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mmrl.rollout.collect import Sampled
 
 @dataclass
 class Callback:
-    """Calls functions while a run goes on; each may be None. Subclass it, or pass functions.
+    """Calls functions during a run; each may be None. Subclass it, or pass functions.
 
     on_iteration(iteration, metrics): after every iteration, counted from 1; metrics is a dict of
     numbers as in ``result.metrics``. If it returns True the run is saved and ends, to be resumed.
-    on_rollout(iteration, samples): what the policy has made, before it is trained on it, as
-    ``Samples`` with ``prompts`` and ``rewards``. on_evaluation(iteration, estimates): after an
-    evaluation on held-out prompts, reward -> ``Estimate`` with mean, low and high.
+    on_rollout(iteration, samples): the policy's samples, before training on them, as ``Samples``
+    with ``prompts`` and ``rewards``. on_evaluation(iteration, estimates): after an evaluation on
+    held-out prompts, reward -> ``Estimate`` with mean, low and high.
 
     With several processes every process calls its functions, on_rollout with its share.
     """
@@ -34,7 +34,7 @@ Callbacks = Callback | Sequence[Callback]
 
 
 class Watching(Watcher):
-    """Hands what happens in a run to the callbacks."""
+    """Forwards the events of a run to the callbacks."""
 
     def __init__(self, callbacks: Callbacks):
         several = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
@@ -46,7 +46,7 @@ class Watching(Watcher):
         self.callbacks = several
 
     def iterated(self, iteration: int, metrics: Mapping[str, float]) -> bool:
-        """Tell the callbacks of an iteration; return whether one of them wants an end."""
+        """Call the callbacks for an iteration; return whether one of them requests an end."""
         asked_to_end = [
             callback.on_iteration(iteration, dict(metrics)) is True
             for callback in self.callbacks
@@ -60,7 +60,7 @@ class Watching(Watcher):
                 callback.on_evaluation(iteration, estimates)
 
     def sampled(self, sampled: Sampled) -> dict[str, float]:
-        """Tell the callbacks of a rollout, as a monitor."""
+        """Call the callbacks for a rollout, as a monitor."""
         interested = [c.on_rollout for c in self.callbacks if c.on_rollout is not None]
         if interested:
             samples = Samples(

@@ -15,8 +15,8 @@ from mmrl.apps.compare import command
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds what a comparison found: ``sentences`` with the verdict, ``page``, an HTML file with
-    curves and paired intervals, and ``folder`` with the runs. A notebook shows the page."""
+    """Holds the result of a comparison: ``sentences`` with the verdict, ``page``, an HTML file with
+    curves and paired intervals, and ``folder`` with the runs. Shown as the page in notebooks."""
 
     page: Path
     sentences: list[str] = field(default_factory=list)
@@ -49,11 +49,11 @@ def compare(
     differs, as ``mmrl compare`` does.
 
     configs: names or files, each perhaps with changes, ``"digits/nft+train.epochs=2"``; the first
-    is the baseline. overrides: changes of all. vary: changes that make a further configuration of
-    the only one; sweep: ``"key=v1,v2"``, tried and chosen on development prompts. budget: of a run,
-    ``{"iterations": 20}`` or cpu_seconds, samples, forwards. jobs: runs at a time. Every run is a
-    process of its own; what an earlier call finished is not done again. Raises UserError, mostly
-    before the first run.
+    is the baseline. overrides: changes of all. vary: changes that derive a second configuration
+    from a single one; sweep: ``"key=v1,v2"``, selected on development prompts. budget: of a run,
+    ``{"iterations": 20}`` or cpu_seconds, samples, forwards. jobs: runs in parallel. Every run is a
+    separate process; finished runs of an earlier call are reused. Raises UserError, mostly before
+    the first run.
     """
     check_alone("compare")
     names = [configs] if isinstance(configs, str) else list(configs)

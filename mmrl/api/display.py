@@ -18,8 +18,7 @@ HEIGHT = 720  # pixels of the frame that holds a report
 
 
 def run_html(folder: Path) -> str:
-    """Draw a run into a notebook: its report, in a frame, so that neither changes the other's
-    style."""
+    """Show a run in a notebook: its report in an iframe, which isolates styles."""
     if stages := parts(folder):
         runs = [read_run(stage) for stage in stages]
         text = render_stages(folder, runs, [page.render(run) for run in runs])
@@ -30,7 +29,7 @@ def run_html(folder: Path) -> str:
 
 
 def gallery_of(history: History) -> dict[str, Samples]:
-    """Return the samples of a run by the moment at which they were drawn, oldest first."""
+    """Return the samples of a run by the time of drawing, oldest first."""
     sheets: dict[str, Samples] = {}
     for name in ["before", *history.sheets_over_time(), "after"]:
         tiles = history.sample_tiles(name)

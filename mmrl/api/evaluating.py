@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class Evaluation:
     """Holds mean rewards with 95 % confidence intervals, of one or several models.
 
-    rows: as in ``evaluation.json``, for each model {"model", "guidance", "rewards"}; about: what
-    else that file says. ``evaluation["trained", "digits"]`` is an ``Estimate`` with mean, low and
-    high. A notebook shows a table.
+    rows: as in ``evaluation.json``, for each model {"model", "guidance", "rewards"}; about: the
+    rest of that file. ``evaluation["trained", "digits"]`` is an ``Estimate`` with mean, low and
+    high. Shown as a table in notebooks.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any] = {}):
@@ -100,9 +100,9 @@ def evaluate(
 ) -> Evaluation:
     """Measure rewards on held-out prompts, as ``mmrl evaluate`` does.
 
-    source: a run (base and trained model), a configuration (base model), or a ``Policy``. Of a
-    policy ``reward`` (a function, a name, or several, as for ``mmrl.Trainer``) is measured on
-    ``prompts``, by default those of its configuration, ``num_samples`` to each with the noise of
+    source: a run (base and trained model), a configuration (base model), or a ``Policy``. For a
+    policy, ``reward`` (a function, a name, or several, as for ``mmrl.Trainer``) is measured on
+    ``prompts``, by default those of its configuration, with ``num_samples`` each and the noise of
     ``seed``. Intervals are over prompts. Raises UserError with the same sentence as the command
     line.
     """
@@ -125,7 +125,7 @@ def evaluate(
 
 
 def _written(path: Path) -> Evaluation:
-    """Read what the evaluation has written: into a run, or here for a configuration."""
+    """Read the written evaluation: in a run, or in the working directory for a configuration."""
     import json
 
     folder = build.last_stage(path) if path.is_dir() else Path()
@@ -136,7 +136,7 @@ def _written(path: Path) -> Evaluation:
 def _of_policy(
     policy: Policy, prompts: list[Any], reward: Any, options: EvaluateOptions
 ) -> Evaluation:
-    """Measure rewards of samples that a policy draws now."""
+    """Measure rewards on fresh samples of a policy."""
     rewards = named(reward)
     with isolated({"rewards": rewards.live}), torch.no_grad():
         weighted = build_rewards(rewards.section)

@@ -20,29 +20,29 @@ import torch
 from mmrl.config.overrides import WRITTEN_IN
 from mmrl.core.registry import ALL, IN_PYTHON, Registry, load_built_in
 
-# what lives in Python only, by kind of plug-in: kind -> name -> class or function
+# plug-ins that exist only in Python: kind -> name -> class or function
 Live = Mapping[str, Mapping[str, Any]]
 OURS = ("mmrl", "rewards", "samplers", "__main__")
 # one call at a time: torch's global settings belong to the process
 LOCK = threading.RLock()
-# tqdm's, of every notebook without ipywidgets: mmrl draws its progress itself
+# tqdm's warning in notebooks without ipywidgets: mmrl draws its own progress
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def live_name(name: str) -> str:
-    """Return how a configuration names what lives in Python only."""
+    """Return the configuration name of a plug-in that exists only in Python."""
     return f"{IN_PYTHON}:{name}"
 
 
 @contextmanager
 def isolated(live: Live | None = None, quiet: bool = False) -> Iterator[None]:
-    """Put back, after the block, what training changes in a process: random generators, torch's
+    """Restore, after the block, what training changes in a process: random generators, torch's
     threads and deterministic flags, the environment, ``sys.path``, and what plug-ins have
     registered.
 
-    Modules that a user's folder brought are forgotten, so that the next call reads the files as
-    they are then. ``live``: plug-ins that can be named inside the block, by ``live_name``.
-    ``quiet``: nothing is printed.
+    Modules from a user's folder are unloaded, so that the next call reads the current files.
+    ``live``: plug-ins that can be named inside the block, by ``live_name``. ``quiet``: nothing is
+    printed.
     """
     with LOCK, ExitStack() as held:
         held.callback(WRITTEN_IN.reset, WRITTEN_IN.set("overrides"))
@@ -67,7 +67,7 @@ def _known_entries() -> dict[str, dict[str, Any]]:
 
 
 def _forget(known: Mapping[str, Mapping[str, Any]], modules: set[str], path: list[str]) -> None:
-    """Forget the modules that were imported from a user's folders, and what they registered."""
+    """Unload the modules imported from a user's folders, and unregister their plug-ins."""
     folders = {Path(place or ".").resolve() for place in {*sys.path} - {*path}} | {Path.cwd()}
     new = [name for name in set(sys.modules) - modules if _is_users(sys.modules[name], folders)]
     for kind, registry in ALL.items():
@@ -78,7 +78,7 @@ def _forget(known: Mapping[str, Mapping[str, Any]], modules: set[str], path: lis
 
 
 def _forget_entries(registry: Registry, known: Mapping[str, Any], modules: set[str]) -> None:
-    """Drop from a registry what lives in Python only and what these modules brought."""
+    """Drop from a registry the entries that exist only in Python or come from these modules."""
     for name, entry in list(registry.items()):
         foreign = name.startswith(f"{IN_PYTHON}:") or getattr(entry, "__module__", "") in modules
         if foreign and name not in known:
@@ -87,7 +87,7 @@ def _forget_entries(registry: Registry, known: Mapping[str, Any], modules: set[s
 
 
 def _is_users(module: ModuleType, folders: set[Path]) -> bool:
-    """Tell whether a module is a file of a user's, no installed one and none of ours."""
+    """Tell whether a module is a user's file, neither installed nor mmrl's."""
     file = getattr(module, "__file__", None)
     if not file or module.__name__.partition(".")[0] in OURS or "site-packages" in file:
         return False

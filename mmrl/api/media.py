@@ -1,5 +1,4 @@
-"""Turns what policies make into what Python programs and notebooks show: PIL images, videos,
-texts."""
+"""Converts samples to what Python programs and notebooks show: PIL images, videos, texts."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ SIDE = 128  # pixels of a picture that a notebook draws
 
 class Video(list[Image.Image]):
     """Holds the frames of a video, PIL images of one size; a notebook plays it. ``sound``:
-    [channels, samples] in -1..1 and the samples of a second, where it has one. ``pace``:
-    milliseconds a frame is shown."""
+    [channels, samples] in -1..1 and the sampling rate, if it has sound. ``pace``: milliseconds per
+    frame."""
 
     def __init__(
         self,
@@ -39,9 +38,8 @@ class Video(list[Image.Image]):
         self.pace = pace
 
     def save(self, path: str | Path, milliseconds: float | None = None) -> None:
-        """Write it as an animated .png, .webp or .gif, each frame shown so long (``pace``), for
-        ever, and its sound as .wav beside it; or as an .mp4 with both, whose frames last as long as
-        the sound."""
+        """Write it as an animated .png, .webp or .gif, looping at ``pace``, with its sound as .wav;
+        or as an .mp4 with both, of the duration of the sound."""
         milliseconds = milliseconds or self.pace
         if Path(path).suffix == ".mp4":
             return self._save_mp4(Path(path), milliseconds)
@@ -68,9 +66,9 @@ Sample = Image.Image | Video | str
 
 
 class Samples(list[Any]):
-    """Holds samples: PIL images, ``Video``s or texts, each the answer to the prompt at the same
-    place of ``prompts``; ``rewards``: name -> a number of each, where they were scored. A notebook
-    shows them as a gallery."""
+    """Holds samples: PIL images, ``Video``s or texts, each for the prompt at the same index of
+    ``prompts``; ``rewards``: name -> a number for each, if scored. Shown as a gallery in notebooks.
+    """
 
     def __init__(
         self,
@@ -124,7 +122,7 @@ def _text(text: str) -> str:
 def _picture(item: Image.Image | Video) -> str:
     first = item[0] if isinstance(item, Video) else item
     style = f"width:{SIDE}px"
-    if first.width <= SIDE:  # few pixels stay squares
+    if first.width <= SIDE:  # upscale small pictures without smoothing
         style += ";image-rendering:pixelated"
     if isinstance(item, Video) and len(item) > 1:
         source = data_uri(Film(tuple(item), item.pace))
@@ -133,14 +131,14 @@ def _picture(item: Image.Image | Video) -> str:
 
 
 def shown(media: Media, fps: float = 1000 / PACE) -> list[Sample]:
-    """Turn images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of ``fps`` frames a second, into
-    PIL images or ``Video``s; texts stay what they are, and tensors without a picture become their
-    numbers as text."""
+    """Convert images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of ``fps`` frames a second, to
+    PIL images or ``Video``s; texts are unchanged, and other tensors become their numbers as text.
+    """
     return [shown_sample(item, fps) for item in media]
 
 
 def shown_sample(item: Any, fps: float = 1000 / PACE) -> Sample:
-    """Turn one image [3, H, W], one video [F, 3, H, W] or one text into what Python shows."""
+    """Convert one image [3, H, W], one video [F, 3, H, W] or one text for display."""
     if not isinstance(item, Tensor):
         return item if isinstance(item, (str, Image.Image)) else str(item)
     if item.ndim == 4:

@@ -11,7 +11,7 @@ from mmrl.core.registry import ALL, describe, load_built_in
 
 
 class Names(dict[str, str]):
-    """Maps names to what they stand for, in a sentence. A notebook shows a table."""
+    """Maps names to a one-sentence description. Shown as a table in notebooks."""
 
     def _repr_html_(self) -> str:
         rows = [
@@ -28,7 +28,7 @@ def list_names(kind: str | None = None) -> Names:
     """List what can be named in a configuration, as ``mmrl list`` does: name -> a sentence.
 
     kind: "rewards", "policies", "objectives", "advantages", "presets", "configs" ...; None: the
-    kinds. Raises UserError for another kind, with the nearest.
+    kinds. Raises UserError for an unknown kind, with the nearest.
     """
     load_built_in()
     tables = {name: {n: describe(entry) for n, entry in ALL[name].items()} for name in ALL}

@@ -1,4 +1,4 @@
-"""Loads policies into a Python program, and samples them."""
+"""Loads policies in Python, and samples from them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from mmrl.policies.base import Policy as Model
 from mmrl.policies.contracts import EvaluatesGreedily, Exports
 from mmrl.train.device import Device
 
-# of a policy that is loaded without a configuration of its training
+# defaults for a policy loaded without a training configuration
 NO_TRAINING = TrainOptions(prompts_per_iteration=1, group_size=1, train_batch_size=1, iterations=0)
-# attributes that ``sample_in_evaluation`` changes for good
+# attributes that ``sample_in_evaluation`` changes permanently
 GREEDY = ("greedy_evaluation", "answer")
 
 
 class Policy:
-    """Holds a model that can be sampled, and trained by ``mmrl.Trainer``.
+    """Holds a model that can be sampled from, and trained by ``mmrl.Trainer``.
 
     model: the object behind it (``mmrl.policies.base.Policy``; its network is ``model.net``).
-    config: the configuration it was loaded from, whose settings a Trainer takes as defaults.
+    config: the configuration it was loaded from, whose settings are a Trainer's defaults.
     """
 
     def __init__(self, model: Model, configuration: Config | None = None):
@@ -53,16 +53,15 @@ class Policy:
         guidance_scale: float | None = None,
         greedy: bool | None = None,
     ) -> Samples:
-        """Sample answers to prompts: PIL images, ``mmrl.Video``s or texts, ``num_samples`` to each
-        prompt, neighbours in the list. Of several processes (torchrun) each draws its share and
+        """Sample answers to prompts: PIL images, ``mmrl.Video``s or texts, ``num_samples`` for each
+        prompt, adjacent in the list. With several processes (torchrun) each draws its share and
         gets all.
 
-        prompts: a text or a list of texts or dicts (``{"text": ..., "image": ...}`` for models that
-        look at pictures), a pandas frame, or the Path of a file. seed: names the noise; the same
-        seed draws the same noise before and after training. guidance_scale: of classifier-free
-        guidance; None: as configured. greedy: of models that write text, take the likeliest answer;
-        None: where one answer to each prompt is wanted. Raises UserError for prompts that the model
-        cannot take.
+        prompts: a text or a list of texts or dicts (``{"text": ..., "image": ...}`` for models with
+        picture input), a pandas frame, or the Path of a file. seed: of the noise; the same seed
+        draws the same noise before and after training. guidance_scale: of classifier-free guidance;
+        None: as configured. greedy: greedy decoding of text models; None: only with one answer per
+        prompt. Raises UserError for prompts that the model does not accept.
         """
         if num_samples < 1:
             raise UserError(f"num_samples: expected at least 1, got {num_samples}")
@@ -84,7 +83,7 @@ class Policy:
     @property
     def prompts(self) -> list[Prompt]:
         """Return the held-out prompts of the configuration that it was loaded from, or the training
-        prompts where none are held out."""
+        prompts if none are held out."""
         if self.config is None or "data" not in self.config:
             raise UserError("this policy was loaded without data; give prompts of your own")
         with isolated():
@@ -93,8 +92,8 @@ class Policy:
         return list(source.held_out) or list(source.train)
 
     def export(self, folder: str | Path) -> Path:
-        """Write the weights for the model's own library (diffusers, peft) into a new folder; of
-        several processes the main one does."""
+        """Write the weights for the model's own library (diffusers, peft) into a new folder; with
+        several processes, the main one does."""
         place = Path(folder)
         check_whole(self.model, "export its run in one process, mmrl export RUN")
         if not writes():
@@ -114,13 +113,13 @@ class Policy:
 
 
 def model_of(handle: Policy) -> Model:
-    """Return the model that a policy of the API stands for, which the rest of mmrl works with."""
+    """Return the internal model of an API policy."""
     return handle.model
 
 
 @contextmanager
 def _choosing(model: Model, likeliest: bool) -> Iterator[None]:
-    """Let a model that writes take the likeliest answer, or sample, inside the block."""
+    """Make a text model decode greedily, or sample, inside the block."""
     before = {name: getattr(model, name) for name in GREEDY if hasattr(model, name)}
     if not likeliest and isinstance(model, EvaluatesGreedily):
         model.sample_in_evaluation()
@@ -139,10 +138,10 @@ def load_policy(
     """Load a policy: the base model of a configuration, or the trained model of a run.
 
     source: a configuration (``"digits/flow_grpo"`` or a file), a run (folder or ``mmrl.Run``), or
-    the policy alone, ``{"sd3": {"path": "stabilityai/stable-diffusion-3.5-medium"}}``. overrides:
-    as ``{"policy.guidance_scale": 3}``. checkpoint: of a run, ``"iteration-000050"`` or
-    ``"best"``; by default the newest whole one, and of it the moving average if there is one.
-    Raises UserError with the same sentence as the command line.
+    only a policy, ``{"sd3": {"path": "stabilityai/stable-diffusion-3.5-medium"}}``. overrides: as
+    ``{"policy.guidance_scale": 3}``. checkpoint: of a run, ``"iteration-000050"`` or ``"best"``; by
+    default the newest complete one, with its moving average if there is one. Raises UserError with
+    the same sentence as the command line.
     """
     with isolated():
         configuration, folder = opened(source, overrides)
@@ -185,8 +184,8 @@ def placed(configuration: Config, folder: Path | None = None, name: str | None =
 
 
 def load_weights(model: Model, folder: Path, name: str | None = None) -> dict[str, Any]:
-    """Give a model the weights of a run: the moving average of the newest whole checkpoint, if
-    there is one, or of the one that is named. Returns what else the checkpoint says, plain data."""
+    """Load the weights of a run into a model: from the named or the newest complete checkpoint, the
+    moving average if there is one. Returns the checkpoint's other plain data."""
     checkpoints = folder / "checkpoints"
     path = checkpoint.named(checkpoints, name) if name else checkpoint.choose(checkpoints)[0]
     arrays, meta = checkpoint.load(path, checked=not name)

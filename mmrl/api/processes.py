@@ -1,5 +1,5 @@
-"""Lets a script that torchrun or accelerate starts several times use the API as one process does:
-all get the same samples and runs, and one of them writes."""
+"""Supports the API in several processes started by torchrun or accelerate: all get the same samples
+and runs, and one of them writes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def writes() -> bool:
 
 
 def meet() -> None:
-    """Wait until all processes are here, and so what one has written is there for all; a
-    collective call."""
+    """Wait for all processes, so that files written by one exist for all; a collective call."""
     distributed.any_of(False)
 
 
 def whole(
     media: Media, repeated: Sequence[Prompt], prompts: Sequence[Prompt], num_samples: int
 ) -> tuple[Media, list[Prompt]]:
-    """Join the samples that each process drew of its share of the ``prompts``; a collective call.
+    """Gather the samples that each process drew for its share of the ``prompts``; a collective
+    call.
 
     ``repeated``: the prompt of each of this process's samples. Raises UserError for samples that
     are neither tensors nor texts.
@@ -46,14 +46,14 @@ def whole(
 
 
 def check_whole(model: Model, remedy: str) -> None:
-    """Raise UserError with a remedy where each process holds a part of the weights: such a network
-    can neither be written by one of them nor be prepared for another training."""
+    """Raise UserError with a remedy if the weights are sharded: such a network can neither be
+    written by one process nor be prepared for another training."""
     if any(is_sharded(parameter) for parameter in model.net.parameters()):
         raise UserError(f"each process holds a part of this policy's weights (FSDP2): {remedy}")
 
 
 def check_alone(name: str) -> None:
-    """Raise UserError for a call that starts processes of its own, in one of several."""
+    """Raise UserError for a call that starts processes, in one of several."""
     if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UserError(
             f"{name}: this is one of {size} processes, and {name} starts its own; call it from a "

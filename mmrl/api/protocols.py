@@ -1,4 +1,4 @@
-"""Defines what functions ask of a run and of a trainer that are given to them."""
+"""Defines the interfaces of runs and trainers passed to functions."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from mmrl.api.isolation import Live
 
 
 class RunLike(Protocol):
-    """Is a run, such as ``mmrl.Run``."""
+    """A run, such as ``mmrl.Run``."""
 
     folder: Path
 
     def live(self) -> Live:
-        """Return the plug-ins that live in this Python session only."""
+        """Return the plug-ins that exist only in this Python session."""
 
 
 class TrainerLike(Protocol):
-    """Is what trained a run, such as ``mmrl.Trainer``."""
+    """The trainer of a run, such as ``mmrl.Trainer``."""
 
     policy: Any
 
     @property
     def live(self) -> Live:
-        """Return the plug-ins that live in this Python session only."""
+        """Return the plug-ins that exist only in this Python session."""
 
     def train(self, *, resume: bool, accept_changes: bool, progress: bool) -> Any:
-        """Train, or go on, and return the run."""
+        """Train, or resume, and return the run."""

@@ -1,4 +1,4 @@
-"""Makes rewards of plain functions: of a batch, or of one sample at a time."""
+"""Wraps plain functions as rewards: of a batch, or of one sample at a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NamedRewards:
 
 
 def named(reward: Any, weights: Sequence[float] | None = None) -> NamedRewards:
-    """Make a ``reward`` section of what a Trainer is given: a function, a reward's name, a list of
+    """Build a ``reward`` section from a Trainer's argument: a function, a reward's name, a list of
     these with ``weights``, or a dict, name or function -> weight or options; also name -> function.
 
     Raises UserError for anything else.

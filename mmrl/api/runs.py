@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Holds a run: what it measured, what it drew, and the policy it trained. It reads the folder
-    each time, so a run that goes on elsewhere can be watched.
+    """Holds a run: its metrics, samples and trained policy. It reads the folder each time, so that
+    a run in another process can be followed.
 
-    folder: the run folder, the same as the command line's. stopped: why it ended early, or "". A
-    notebook shows the report: verdict, curves, pictures, answers with their boxes.
+    folder: the run folder, the same as the command line's. stopped: why it ended early, or "".
+    Shown as its report in notebooks: verdict, curves, pictures, answers with their boxes.
     """
 
     def __init__(self, folder: str | Path, stopped: str = "", trainer: TrainerLike | None = None):
@@ -47,31 +47,31 @@ class Run:
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """Return the metrics of every iteration as a pandas frame, a row an iteration."""
+        """Return the metrics of every iteration as a pandas frame, a row per iteration."""
         pandas = needed("pandas", "result.metrics")
         rows = self._history().metrics
         return pandas.DataFrame(rows).set_index("iteration") if rows else pandas.DataFrame()
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Return what happened once: checkpoints, alarms, samples without a reward."""
+        """Return the events: checkpoints, alarms, samples without a reward."""
         return self._history().events
 
     @property
     def samples(self) -> dict[str, Samples]:
-        """Return what the run has drawn or written, oldest first: for pictures and videos "before",
+        """Return the samples of the run, oldest first: for pictures and videos "before",
         "iter-000010" ..., "after", the same prompts and noise in each; for texts the answers of
         "iteration 1", "iteration 10" ..., with their rewards."""
         return gallery_of(self._history())
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the configuration as it was trained, as plain values."""
+        """Return the trained configuration as plain values."""
         return self._history().config
 
     @property
     def finished(self) -> bool:
-        """Tell whether the run has spent its iterations or its budget."""
+        """Tell whether the run has completed its iterations or its budget."""
         return lifecycle.is_finished(self.folder)
 
     @property
@@ -100,13 +100,13 @@ class Run:
         callbacks: Callbacks = (),
         progress: bool = True,
     ) -> Run:
-        """Go on with the run, as ``mmrl train --resume`` does: after a stop, or with more
-        iterations, ``result.resume({"train.iterations": 40})``."""
+        """Resume the run, as ``mmrl train --resume`` does: after a stop, or with more iterations,
+        ``result.resume({"train.iterations": 40})``."""
         return resumed(self, overrides, accept_changes, callbacks, progress)
 
     def report(self) -> Path:
-        """Write ``report.html``, one page with everything, and return its path; of several
-        processes the main one writes."""
+        """Write ``report.html``, one page with everything, and return its path; with several
+        processes, the main one writes."""
         return page.write_report(self.folder) if writes() else self.folder / "report.html"
 
     def export(self, folder: str | Path) -> Path:
@@ -115,7 +115,7 @@ class Run:
         return self.policy.export(folder)
 
     def live(self) -> Live:
-        """Return what of this run lives in Python only."""
+        """Return the plug-ins of this run that exist only in Python."""
         return self.trainer.live if self.trainer is not None else {}
 
     def _history(self) -> History:
@@ -158,8 +158,8 @@ def train(
     on the command line. callbacks: ``mmrl.Callback``s. progress: False prints nothing.
 
     Ctrl-C (the stop button of a notebook) saves after the iteration and returns the run, whose
-    ``stopped`` says why and whose ``resume`` goes on; twice ends at once. SIGTERM saves too, and
-    then does what it did before. Raises UserError with the same sentence as the command line.
+    ``stopped`` says why and whose ``resume`` continues; twice ends at once. SIGTERM also saves, and
+    then has its usual effect. Raises UserError with the same sentence as the command line.
     """
     if resume and not isinstance(config, Mapping):
         return resumed(Run(config), overrides, accept_changes, callbacks, progress)
@@ -180,7 +180,7 @@ def train(
 
 
 def _trained(known: Config, watcher: Watching) -> Ended:
-    """Train a configuration that is no file."""
+    """Train a configuration that is not a file."""
     configurations.check(known, SECTIONS, {"optimizer": ("parameters",)})
     build.check_trackers(known)
     folder = lifecycle.run_folder(known, Path("python/train"))
@@ -193,7 +193,7 @@ def _trained(known: Config, watcher: Watching) -> Ended:
 def resumed(
     run: Run, overrides: Overrides, accept: bool, callbacks: Callbacks, progress: bool
 ) -> Run:
-    """Go on with a run; what lives in Python only is that of its Trainer."""
+    """Resume a run, with the Python-only plug-ins of its Trainer."""
     if run.trainer is not None and not overrides and not callbacks:
         again = run.trainer.train(resume=True, accept_changes=accept, progress=progress)
         return cast(Run, again)
@@ -208,8 +208,7 @@ def resumed(
 
 
 def finished(ended: Ended, trainer: TrainerLike | None = None) -> Run:
-    """Make the run that a call returns. A signal other than Ctrl-C then does what it would have
-    done without us."""
+    """Return the run of a call. A signal other than Ctrl-C then has its usual effect."""
     meet()
     if ended.signal and ended.signal != signal.SIGINT:
         signal.raise_signal(ended.signal)

@@ -1,4 +1,4 @@
-"""Trains a policy on prompts and functions that live in a Python program."""
+"""Trains a policy on prompts and functions of a Python program."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from mmrl.experiment import lifecycle
 from mmrl.experiment.build import Session, check_trackers
 from mmrl.policies.base import Policy as Model
 
-# sections of the policy's configuration that are of the training it was written for
+# sections of the policy's configuration that belong to its original training
 NOT_INHERITED = ("run", "start", "stages", "stage")
-AGAIN = (  # what to do where a sharded policy is to be trained once more
-    "it was trained, and a second training needs it anew; go on in a new start of the script, "
+AGAIN = (  # remedy for training a sharded policy again
+    "it was trained, and a second training needs it again; go on in a new start of the script, "
     "mmrl.Trainer(..., run=FOLDER).train(resume=True), or load the policy again"
 )
 SIZES = ("iterations", "prompts_per_iteration", "group_size", "train_batch_size", "seed")
@@ -41,9 +41,8 @@ class Trainer:
     configuration.
 
     policy: a configuration or run by name, a ``Policy`` of ``mmrl.load_policy`` (it is trained in
-    place), ``{name: options}``, or a ``mmrl.policies.base.Policy`` of your own. What its
-    configuration says of objective, advantage, optimizer and sizes is taken where nothing else is
-    given here.
+    place), ``{name: options}``, or a ``mmrl.policies.base.Policy``. Objective, advantage, optimizer
+    and sizes default to its configuration.
     prompts: a list of texts or dicts, a pandas frame, a file, folder or data set's id, or the name
     of a data source; None: the data of the policy's configuration. held_out: prompts for
     evaluation, or the share to hold out, by default 5 %, at least one text.
@@ -51,10 +50,10 @@ class Trainer:
     (``mmrl.api.rewards.batch_reward``); the name of a reward; a list of these, with
     ``reward_weights``; or a dict, name -> weight, options or function. None: the rewards of the
     policy's configuration.
-    objective, advantage, optimizer: a name, ``{name: options}``, or an object or function of yours.
+    objective, advantage, optimizer: a name, ``{name: options}``, or an object or function.
     learning_rate, iterations, prompts_per_iteration, group_size (samples of each prompt),
     train_batch_size (samples of an optimizer step; by default as in the configuration, or all of an
-    iteration where that does not divide), seed: settings. overrides: any other, such as
+    iteration if that does not divide), seed: settings. overrides: any other, such as
     ``{"train.evaluate_every": 10}``.
     run: the folder to write; None: a new one below ``runs``. callbacks: ``mmrl.Callback``s.
 
@@ -102,7 +101,7 @@ class Trainer:
     def _checked(
         self, sections: dict[str, Any], sizes: Mapping[str, int | None], words: Sequence[str]
     ) -> Config:
-        """Make the configuration, with defaults for what is not said, and check it."""
+        """Build the configuration, with defaults, and check it."""
         sections.setdefault("objective", "policy_gradient")
         sections.setdefault("optimizer", "adamw")
         sections["train"] = trained_sizes(sections.get("train") or {}, sizes)
@@ -115,10 +114,10 @@ class Trainer:
     def train(
         self, *, resume: bool = False, accept_changes: bool = False, progress: bool = True
     ) -> Run:
-        """Train, and return the run. Ctrl-C saves after the iteration and returns what there is:
-        ``train(resume=True)`` goes on.
+        """Train, and return the run. Ctrl-C saves after the iteration and returns the run so far:
+        ``train(resume=True)`` continues.
 
-        resume: go on with the last run, or the folder ``run``. accept_changes: although data,
+        resume: continue the last run, or the folder ``run``. accept_changes: even if data,
         objective or the like have changed. progress: False prints nothing. The policy is trained in
         place: ``policy.sample`` uses the new weights, the moving average if there is one.
         """
@@ -199,7 +198,7 @@ class Trainer:
         return {"reward": rewards.section} | ({"evaluate": {}} if has_prompts else {})
 
     def _plugged(self, section: str, chosen: Any) -> Any:
-        """Return the section for a name, ``{name: options}``, or what lives in Python only."""
+        """Return the section for a name, ``{name: options}``, or a Python object."""
         if isinstance(chosen, (str, Mapping)):
             return plain(chosen)
         kind = f"{section}s"
@@ -217,16 +216,15 @@ class Trainer:
 
 
 def _inherited(configuration: Config) -> dict[str, Any]:
-    """Return the sections of a policy's configuration that a training of its own may use."""
+    """Return the sections of a policy's configuration that a new training may use."""
     folder = Path(configuration.file).parent
     sections = config.anchored(configuration.plain, folder)
     return {name: value for name, value in sections.items() if name not in NOT_INHERITED}
 
 
 def trained_sizes(known: Mapping[str, Any], chosen: Mapping[str, int | None]) -> dict[str, Any]:
-    """Fill in the ``train`` section: what is chosen, what the configuration says, or a small
-    iteration; the batch of an optimizer step is all of an iteration where the known one does not
-    divide it."""
+    """Fill in the ``train`` section: given values, the configuration's, or a small iteration; an
+    optimizer step takes all of an iteration if the known batch does not divide it."""
     small = {
         "prompts_per_iteration": DEFAULT_SIZE,
         "group_size": DEFAULT_SIZE,
@@ -243,7 +241,7 @@ def trained_sizes(known: Mapping[str, Any], chosen: Mapping[str, int | None]) ->
 
 
 def standing_for(thing: Any) -> type:
-    """Make a class whose call returns the object itself, with what its class says of it."""
+    """Create a class whose call returns the object itself, with the attributes of its class."""
 
     def itself(cls: type) -> Any:
         return thing
@@ -258,8 +256,8 @@ def standing_for(thing: Any) -> type:
 
 
 def source_of(train: list[Prompt], held_out: list[Prompt]) -> type:
-    """Make a data source of prompts that live in Python only; ``sha256`` lets a resume see whether
-    they are the same."""
+    """Create a data source of prompts that exist only in Python; ``sha256`` lets a resume check
+    that they are the same."""
 
     class InPython:
         """Holds the prompts that an ``mmrl.Trainer`` was given."""

@@ -1,1 +1,1 @@
-"""Programs around the training loop: each may be left out without the loop noticing."""
+"""Programs around the training loop, which does not depend on them."""

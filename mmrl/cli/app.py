@@ -18,20 +18,20 @@ app = typer.Typer(
     "documentation: `mmrl docs start` is the first hour.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # which flows the lines of docstrings anew
+    rich_markup_mode="markdown",  # rewraps the lines of docstrings
 )
-# what a file system refuses: that is the user's to mend, and no bug of ours
+# errors of the file system are the user's to fix, not bugs
 OF_THE_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 
 
 def _look_at(path: Path, overrides: list[str] | None, **use: Any) -> None:
-    """Raise UserError for a name that is neither a folder nor a configuration, and for what is
-    surely wrong in it, before torch and the libraries of models are loaded, which takes seconds.
-    ``use``: of the configuration by the command, as ``first_look`` has it."""
+    """Raise UserError for a name that is neither a folder nor a configuration, and for definite
+    mistakes in it, before torch and the model libraries are loaded, which takes seconds. ``use``:
+    sections that the command uses, as in ``first_look``."""
     from mmrl.core.paths import find_config
 
     file = path / "config.yaml" if path.is_dir() else find_config(path)
-    if file.is_file():  # else the command says what the folder lacks
+    if file.is_file():  # else the command reports what the folder lacks
         from mmrl.config.first_look import first_look
 
         first_look(file, overrides or [], **use)
@@ -84,7 +84,7 @@ def train(
     fit: arguments.Fit = False,
     engine: arguments.TrainEngine = None,
 ) -> None:
-    """Train a configuration, or go on with a run.
+    """Train a configuration, or resume a run.
 
     Exit status: 0 finished; 75 stopped by SIGTERM, SIGHUP, SIGQUIT or train.time_limit, to be
     resumed; 130 stopped by Ctrl-C; 3 stopped by alarms.stop, with nothing to learn from; 2 an
@@ -121,7 +121,7 @@ def rerun(
         Path | None, typer.Option("--out", help="New folder; default: RUN-rerun.")
     ] = None,
 ) -> None:
-    """Repeat a finished run from its folder alone, and say whether it is equal to the bit.
+    """Repeat a finished run from its folder alone, and tell whether it is bit-equal.
 
     Exit status 1 if something differs.
     """
@@ -143,7 +143,7 @@ def evaluate(
     benchmark: arguments.Benchmark = None,
 ) -> None:
     """Measure rewards on held-out prompts with 95 % confidence intervals: base model and trained
-    model. Or score a benchmark of the field."""
+    model. Or score a public benchmark."""
     if benchmark is None:
         _look_at(path, overrides)
     from mmrl.cli import commands
@@ -182,7 +182,7 @@ def sample(
         bool, typer.Option("--animated-png", help="Videos as animated PNG in place of .mp4.")
     ] = False,
 ) -> None:
-    """Sample a trained or a base model into files: pictures as .png, videos as .mp4."""
+    """Write samples of a trained or base model to files: pictures as .png, videos as .mp4."""
     _look_at(path, overrides)
     from mmrl.cli import commands
     from mmrl.data.prompts import read
@@ -217,7 +217,8 @@ def label(
     checkpoint: arguments.At = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Make preference pairs: the best and the worst of several samples of a prompt, by rewards."""
+    """Create preference pairs: the best and the worst of several samples of a prompt, by
+    rewards."""
     _look_at(path, overrides)
     from mmrl.cli.labelling import Labelling, label
 
@@ -237,7 +238,7 @@ def fit_head(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:0 ...")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Fit a reward of your own, `fitted_head: {path: FOLDER}`, to rated pictures or pairs."""
+    """Fit a reward, `fitted_head: {path: FOLDER}`, to rated pictures or pairs."""
     from mmrl.cli.fitting import FeatureChoice, fit_head
 
     chosen = FeatureChoice(clip, vision, device)
@@ -270,7 +271,7 @@ def convert(
     into: arguments.MergedFolder = None,
     weight: arguments.AdapterWeights = None,
 ) -> None:
-    """Convert a LoRA file to another form, or merge adapters into the model they are for."""
+    """Convert a LoRA file to another format, or merge adapters into their model."""
     from mmrl.cli.converting import converted
 
     print(converted(adapters, base, form, file, into, weight or []))
@@ -319,8 +320,8 @@ def compare(
         "comparison"
     ),
 ) -> None:
-    """Train configurations with several seeds at one budget and say, with intervals, what
-    differs."""
+    """Train configurations with several seeds at one budget and report differences with
+    intervals."""
     from mmrl.apps.compare.settings import budget_of, overrides_of, settings_of
     from mmrl.core.paths import find_config
 
@@ -388,10 +389,10 @@ def serve_teacher(
 def check_reward(
     config: arguments.AuditedConfig,
     overrides: arguments.Overrides = None,
-    samples: Annotated[int, typer.Option(min=1, help="Prompts to look at.")] = 200,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts to use.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Which of them.")] = 0,
 ) -> None:
-    """Audit the rewards of a configuration on its own data: ground truths must win, tricks must not
+    """Audit the rewards of a configuration on its data: ground truths must win, exploits must not
     pay."""
     _look_at(config, overrides, sections=("data", "reward"))
     from mmrl.apps.check_reward import audit
@@ -414,7 +415,7 @@ def data(
         bool, typer.Option("--check", help="Decode every picture and clip whole.")
     ] = False,
 ) -> None:
-    """Show what will be trained on: counts, lengths, samples, what is left out and why."""
+    """Show the training data: counts, lengths, samples, what is left out and why."""
     _look_at(config, overrides, sections=("data",))
     from mmrl.cli import commands
 
@@ -442,7 +443,7 @@ def list_(
 def docs(
     page: Annotated[str | None, typer.Argument(help="Such as start; default: a list.")] = None,
 ) -> None:
-    """Show a page of the documentation, which comes with the package, or list the pages."""
+    """Show a page of the packaged documentation, or list the pages."""
     from mmrl.cli.pages import show_page
 
     show_page(page)
@@ -450,7 +451,8 @@ def docs(
 
 @app.command()
 def doctor() -> None:
-    """Report versions, devices, attention backends and disk: what is there and what is missing."""
+    """Report versions, devices, attention backends and disk: what is installed and what is
+    missing."""
     from mmrl.cli.doctor import print_report
 
     if not print_report():
@@ -476,7 +478,7 @@ def main() -> None:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
-        except RuntimeError as error:  # what a collective call makes of a process that is gone
+        except RuntimeError as error:  # how a collective call fails after a process has died
             if (watch := peers.gone(error)) is None:
                 raise
             print(f"error: {watch.sentence()}", file=sys.stderr)
@@ -485,7 +487,7 @@ def main() -> None:
             if error.errno not in OF_THE_DISK or not error.filename:
                 raise
             print(
-                f"error: {error.filename}: {error.strerror}; look at the permissions and the free "
+                f"error: {error.filename}: {error.strerror}; check the permissions and the free "
                 f"space there, or name another place",
                 file=sys.stderr,
             )

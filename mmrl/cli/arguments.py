@@ -1,5 +1,4 @@
-"""Lists the arguments and options of the commands: what they are called, which values they take,
-and what the help says of them."""
+"""Defines the arguments and options of the commands: names, values and help."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ At = Annotated[
 
 BestOf = Annotated[
     int | None,
-    typer.Option("--best-of", min=1, help="Every sample is the best of so many, by --by."),
+    typer.Option("--best-of", min=1, help="Every sample is the best of this many, by --by."),
 ]
 By = Annotated[
     str | None,

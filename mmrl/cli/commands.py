@@ -43,7 +43,7 @@ def evaluate(
     """Measure held-out rewards of the base model at every requested guidance scale, and of the
     trained one if ``path`` is a run. Returns the rows and the file they were written to.
 
-    ``best``: every sample is the best of several. ``scores``: a file for what every prompt scored.
+    ``best``: every sample is the best of several. ``scores``: a file for the score of every prompt.
     """
     target = (last_run(path) or Path()) / "evaluation.json"
     for file in (target, *([scores] if scores else [])):
@@ -72,12 +72,12 @@ def evaluate(
 
 
 def _sizes(session: Session, texts: Sequence[str], best: Selection | None) -> dict[str, Any]:
-    """Say what an evaluation is over."""
+    """Return the sizes of an evaluation."""
     return {
         "prompts": len(texts),
         "num_samples": session.evaluation.num_samples,
         "held_out": bool(session.source.held_out),
-        # equal where the means of prompts, in their order, can be paired with those of another run
+        # equal if the means of prompts, in order, can be paired with those of another run
         "prompts_sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest(),
         **({"best_of": best.count, "by": best.by} if best else {}),
     }
@@ -90,14 +90,14 @@ def _measured(
     best: Selection | None,
     is_run: bool,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure every model: the rows of ``evaluation.json``, and what every prompt scored."""
+    """Measure every model: the rows of ``evaluation.json``, and the score of every prompt."""
     policy_scale = guidance_of(session.policy)
     choice = _prepared(session, best, judges)
     rows: list[dict[str, Any]] = []
     models = []
     base: evaluation.Scores | None = None
     for model, snapshot, guidance in _models(session, policy_scale, is_run):
-        scale = None if guidance == policy_scale else guidance  # else those of rows hold
+        scale = None if guidance == policy_scale else guidance  # else those of rows apply
         with in_force(session, snapshot):
             measured = evaluation.scores(
                 session.policy, prompts, judges, session.evaluation, scale, choice
@@ -109,14 +109,14 @@ def _measured(
 
 
 def refuse_with_benchmark(options: Mapping[str, Any]) -> None:
-    """Raise UserError for options of the command that a benchmark does not have."""
+    """Raise UserError for options of the command that do not apply to a benchmark."""
     for name, value in options.items():
         if value is not None:
             raise UserError(f"{name} is of rewards; leave it out with --benchmark, or the other")
 
 
 def evaluate_benchmark(path: Path, name: str, overrides: Sequence[str], at: str | None) -> None:
-    """Score a benchmark of the field, and print the totals and where they are written."""
+    """Score a public benchmark, and print the totals and where they are written."""
     from mmrl.apps.benchmarks import command
 
     page, sentences = command.evaluate(path, name, overrides, at)
@@ -139,8 +139,8 @@ def _models(
 
 @dataclass(frozen=True)
 class Sampling:
-    """Says how ``sample`` samples: with ``best`` every sample is the best of several, ``at`` names
-    a checkpoint, by default the newest; ``animated_png``: videos are no .mp4."""
+    """Options of ``sample``: with ``best`` every sample is the best of several, ``at`` names a
+    checkpoint, by default the newest; ``animated_png``: videos as .png, not .mp4."""
 
     num_samples: int = 4
     seed: int = 0
@@ -157,8 +157,8 @@ def sample(
     sampling: Sampling = Sampling(),
     overrides: Sequence[str] = (),
 ) -> list[Path]:
-    """Sample a run's trained model or a configuration's base model; one file a sample. Returns the
-    paths. Without prompts some of the held-out ones are taken."""
+    """Sample a run's trained model or a configuration's base model; one file per sample. Returns
+    the paths. Without prompts some held-out ones are used."""
     check_writable(folder)
     best = sampling.best
     session, _ = opened(path, overrides, sampling.at, best, judged=best is not None)
@@ -195,9 +195,9 @@ def sample(
 def shown_prompts(
     prompts: Sequence[Prompt], images: Sequence[Path], videos: Sequence[Path]
 ) -> list[Prompt]:
-    """Give prompts their pictures and videos: all to the one prompt, or one to each of several.
+    """Attach pictures and videos to prompts: all to a single prompt, or one to each of several.
 
-    Raises UserError where the numbers do not fit, or a file is missing.
+    Raises UserError if the numbers do not match, or a file is missing.
     """
     shown = [dict(prompt) for prompt in prompts]
     for option, files in (("image", images), ("video", videos)):
@@ -220,8 +220,8 @@ def shown_prompts(
 
 
 def _tell_without_pictures(session: Session, requests: Sequence[Prompt]) -> None:
-    """Say of prompts without a picture, where those of the data have one, that there is none: a
-    vision-language model answers all the same."""
+    """Warn of prompts without a picture if those of the data have one: a vision-language model
+    answers anyway."""
     known = [*session.source.held_out, *session.source.train][:1]
     without = [prompt for prompt in requests if not PICTURED & set(prompt)]
     if without and known and PICTURED & set(known[0]):
@@ -242,7 +242,7 @@ def export(
 ) -> Path:
     """Write trained weights in the format of the model's own library, or LoRA weights in the form
     of ComfyUI or kohya's sd-scripts. Full weights are stored in the base's types, or in ``dtype``.
-    Returns the folder, which is there once all of it is written."""
+    Returns the folder, which is written atomically."""
     chosen = convert.form_of(form)
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in kinds:
@@ -282,8 +282,8 @@ def _show_loading(run: Path, folder: Path, session: Session) -> None:
 def show_data(
     config: Path, overrides: Sequence[str], page: Path | None, count: int, check: bool = False
 ) -> list[str]:
-    """Look at what a configuration trains on, and write a page about it if one is named. Returns
-    lines for the terminal. ``check``: files are decoded whole."""
+    """Inspect a configuration's data, and write a page about it if one is named. Returns lines for
+    the terminal. ``check``: decode all files."""
     from mmrl.data.command import show
 
     load_built_in()
@@ -308,8 +308,8 @@ def dry_run(
     devices: str | None = None,
     propose: bool = False,
 ) -> None:
-    """Print what a run would be: shapes, batches, forwards, memory; on named ``devices`` also what
-    an iteration takes. Loads no weights."""
+    """Print the plan of a run: shapes, batches, forward passes, memory; for named ``devices`` also
+    the time of an iteration. Loads no weights."""
     from mmrl.apps.dry_run.page import pages
     from mmrl.core.cards import devices as named
 
@@ -327,7 +327,7 @@ def dry_run(
 
 
 def build_artifacts(names: Sequence[str]) -> None:
-    """Build artifacts of the embedded world, or find them in the cache, and print their folders."""
+    """Build artifacts of the embedded world, unless cached, and print their folders."""
     load_built_in()
     for name in names:
         ARTIFACTS.find(name)
@@ -337,14 +337,14 @@ def build_artifacts(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Selection:
-    """Says by which reward the best of ``count`` samples is chosen."""
+    """Holds the reward by which the best of ``count`` samples is chosen."""
 
     count: int
     by: str
 
     @classmethod
     def of(cls, count: int | None, by: str | None) -> Selection | None:
-        """Make one of two options of the command line, which belong together."""
+        """Combine two options of the command line that belong together."""
         if count is None and by is None:
             return None
         if count is None or by is None:
@@ -352,8 +352,7 @@ class Selection:
         return cls(count, by)
 
     def overrides(self, file: Path, overrides: Sequence[str]) -> list[str]:
-        """Let a reward that the configuration does not name be measured too, with its default
-        options."""
+        """Add a reward that the configuration does not name, with its default options."""
         configuration = build.read(file, overrides)
         names = [
             name
@@ -369,8 +368,8 @@ class Selection:
 
 
 def _prepared(session: Session, best: Selection | None, judges: Scorer) -> evaluation.BestOf | None:
-    """Prepare the choice. From then on evaluation samples where it would take the likeliest answer,
-    or all candidates would be one."""
+    """Prepare the choice. From then on evaluation samples instead of decoding greedily, or all
+    candidates would be equal."""
     if best is None:
         return None
     evaluation.sample_in_evaluation(session.policy)
@@ -379,13 +378,13 @@ def _prepared(session: Session, best: Selection | None, judges: Scorer) -> evalu
 
 
 def last_run(path: Path) -> Path | None:
-    """Return the run folder that a path means, of one with stages the last; None: it is no folder,
-    but a configuration."""
+    """Return the run folder of a path, for one with stages the last; None: it is a
+    configuration."""
     return build.last_stage(path) if path.is_dir() else None
 
 
 def base_of(path: Path) -> str:
-    """Say which weights an evaluation calls the base: those that a run began with."""
+    """Describe the base weights of an evaluation: those that a run began with."""
     run = last_run(path)
     configuration = load(build.config_of(run) if run else find_config(path), [])
     if start := configuration.plain.get("start"):
@@ -404,7 +403,7 @@ def opened(
     judged: bool = False,
 ) -> tuple[Session, Path | None]:
     """Open a run folder with its trained weights, or a configuration with its base model;
-    ``judged``: the rewards that only judge will be needed."""
+    ``judged``: evaluation-only rewards will be needed."""
     path = last_run(path) or path
     if at is not None:
         _check_checkpoint(path, at)
@@ -416,7 +415,7 @@ def opened(
 
 
 def _check_checkpoint(path: Path, at: str) -> None:
-    """Raise UserError if there is no checkpoint of that name, with those that there are."""
+    """Raise UserError if there is no checkpoint of that name, listing the existing ones."""
     if not path.is_dir():
         raise UserError(f"--checkpoint {at}: {path} is a configuration; only a run has checkpoints")
     names = [place.name for place in reversed(checkpoint.every(path / "checkpoints"))]

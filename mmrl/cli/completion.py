@@ -1,5 +1,5 @@
 """Completes names of configurations, runs and kinds in the shell; imports nothing heavy, since it
-runs at every press of the key."""
+runs at every key press."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_runs(incomplete: str) -> list[str]:
 
 
 def of_runs_and_configs(incomplete: str) -> list[str]:
-    """Complete what is either."""
+    """Complete a run or a configuration."""
     return list(dict.fromkeys([*of_runs(incomplete), *of_configs(incomplete)]))
 
 

@@ -19,7 +19,7 @@ def converted(
 ) -> Path:
     """Convert one adapter to a form, or merge adapters into their model; returns what was written.
 
-    Raises UserError for options that do not belong together.
+    Raises UserError for options that cannot be combined.
     """
     if (form is None) == (into is None):
         raise UserError(

@@ -1,5 +1,5 @@
-"""Implements ``mmrl doctor``: says what is installed, what is missing and what to type; nothing
-missing makes it fail."""
+"""Implements ``mmrl doctor``: reports what is installed, what is missing and what to type; missing
+optional parts are no failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONAL = {
     "swanlab": "SwanLab logs",
 }
 DISTRIBUTION = "multimodal-rl"  # on the package index "mmrl" is another project
-LITTLE_DISK = 5.0  # GiB; one checkpoint of a large model is more
+LITTLE_DISK = 5.0  # GiB; a checkpoint of a large model needs more
 
 
 class Check(NamedTuple):
@@ -42,7 +42,7 @@ class Check(NamedTuple):
 
 
 def diagnose() -> list[Check]:
-    """Run every check, in reading order. A check that breaks is itself reported as a warning."""
+    """Run every check, in reading order. A check that raises is reported as a warning."""
     groups = (
         check_python,
         check_packages,
@@ -131,13 +131,13 @@ def _package(requirement: str) -> Check:
 def _satisfies(installed: str, specifier: str) -> bool:
     try:
         from packaging.specifiers import SpecifierSet
-    except ImportError:  # the package is there; whether it is new enough cannot be told
+    except ImportError:  # installed, but its version is unknown
         return True
     return SpecifierSet(specifier.partition(";")[0]).contains(installed, prereleases=True)
 
 
 def check_optional() -> list[Check]:
-    """Check the extras that are worth a line; nothing breaks without them."""
+    """Check the optional extras."""
     versions = {name: version(name) for name in OPTIONAL}
     return [
         Check(name, "ok", versions[name] or f"not installed (optional: {use})")
@@ -182,7 +182,7 @@ def _no_cuda(built_for: str | None) -> Check:
 
 
 def check_precision() -> list[Check]:
-    """Tell whether bf16 arithmetic works, by trying it."""
+    """Tell whether bf16 arithmetic works by trying it."""
     if not _there("torch"):
         return []
     import torch
@@ -246,8 +246,8 @@ def check_places() -> list[Check]:
 
 
 def _place(name: str, folder: Path, remedy: str) -> Check:
-    """Check whether files can be made in a folder and how much room is left; leave nothing behind,
-    not even the folder."""
+    """Check whether a folder is writable and how much space is left; leave no files behind, not
+    even the folder."""
     existing = next(place for place in (folder, *folder.parents) if place.is_dir())
     free = shutil.disk_usage(existing).free / 2**30
     try:

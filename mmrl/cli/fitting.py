@@ -13,8 +13,8 @@ CLIP = "ViT-L-14/openai"
 
 @dataclass(frozen=True)
 class FeatureChoice:
-    """Names the model that pictures are seen by: of open_clip or of transformers, at most one; by
-    default CLIP ViT-L/14, as LAION's aesthetic predictor."""
+    """Names the model of picture features, from open_clip or transformers; by default CLIP
+    ViT-L/14, as in LAION's aesthetic predictor."""
 
     clip: str | None
     vision: str | None
@@ -29,9 +29,9 @@ def fit_head(
     held_out: float,
     seed: int,
 ) -> str:
-    """Fit a head and write it to ``folder``; returns what was measured, in a sentence.
+    """Fit a head and write it to ``folder``; returns the measured accuracy in a sentence.
 
-    Raises UserError before a model is loaded where the folder or the data cannot be used.
+    Raises UserError before a model is loaded if the folder or the data cannot be used.
     """
     from rewards.heads import fit_head as fitting
     from rewards.heads.fitted_head import PictureFeatures

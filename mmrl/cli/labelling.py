@@ -20,14 +20,14 @@ from mmrl.experiment import build, evaluation
 from mmrl.experiment.build import Session
 from mmrl.scoring import Scorer
 
-ROWS = 64  # samples that are drawn and scored at once, if a prompt has no more
+ROWS = 64  # samples drawn and scored at once, unless a prompt has more
 
 
 @dataclass(frozen=True)
 class Labelling:
-    """Says how pairs are made. ``by``: the reward that compares, "" the configuration's weighted
-    sum; ``margin``: by how much the best must be better than the worst; ``part``: of the data,
-    train or held_out; ``limit``: prompts, None all."""
+    """Options for making pairs. ``by``: the reward that compares, "" the configuration's weighted
+    sum; ``margin``: minimum difference of best and worst; ``part``: of the data, train or held_out;
+    ``limit``: prompts, None all."""
 
     num_samples: int = 8
     by: str = ""
@@ -40,8 +40,8 @@ class Labelling:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts pairs that were written, and prompts whose samples were all (nearly) equally good or
-    could not be scored."""
+    """Counts pairs written, and prompts whose samples were (nearly) equally good or could not be
+    scored."""
 
     pairs: int
     equal: int
@@ -50,7 +50,8 @@ class Outcome:
 def label(path: Path, file: Path, how: Labelling, overrides: Sequence[str] = ()) -> Outcome:
     """Write pairs of a run's model, or of a configuration's base model, to ``file``, a line each:
     the prompt's own fields, ``prompt``, ``chosen``, ``rejected`` and their ``rewards``. Pictures
-    and videos lie beside it, in a folder of its name. Raises UserError; lines already written stay.
+    and videos are in a folder of the same name next to it. Raises UserError; lines already written
+    stay.
     """
     _check(file, how)
     session, _ = commands.opened(path, overrides, how.at, judged=bool(how.by))
@@ -111,8 +112,9 @@ def _prompts(session: Session, how: Labelling) -> list[Prompt]:
 def _drawn(
     session: Session, prompts: Sequence[Prompt], how: Labelling, scorer: Scorer, first: int
 ) -> tuple[Media, Tensor]:
-    """Sample and score: the samples, and their total rewards [P, N], NaN where one has none."""
-    seed = how.seed + first  # equal prompts of two draws are to have other samples
+    """Sample and score: the samples, and their total rewards [P, N], NaN for one without a
+    reward."""
+    seed = how.seed + first  # equal prompts in two batches must get different samples
     media, rows = evaluation.sample(session.policy, prompts, how.num_samples, seed)
     group = torch.arange(len(rows)) // how.num_samples
     marked = [{**prompt, "group": i} for prompt, i in zip(rows, group.tolist(), strict=True)]
@@ -122,7 +124,7 @@ def _drawn(
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes pairs of the samples of some prompts, of which ``first`` came before."""
+    """Writes pairs of the samples of some prompts, after ``first`` earlier ones."""
 
     lines: IO[str]
     files: Path
@@ -131,7 +133,7 @@ class _Writer:
     fps: float  # of videos
 
     def pair(self, place: int, prompt: Prompt, totals: Tensor, margin: float) -> bool:
-        """Write the best and the worst sample of a prompt, unless they are as good as equal."""
+        """Write the best and the worst sample of a prompt, unless they are nearly equal."""
         known = ~totals.isnan()
         if int(known.sum()) < 2:
             return False
@@ -162,7 +164,7 @@ class _Writer:
         return f"{self.files.name}/{path.name}"
 
     def _own_fields(self, prompt: Prompt, number: int) -> Iterator[tuple[str, Any]]:
-        """Yield what JSON can hold of a row; pictures that are no files are written."""
+        """Yield the JSON-serialisable fields of a row; pictures that are not files are written."""
         for key, value in prompt.items():
             if key in ("origin", "view", "text"):
                 continue

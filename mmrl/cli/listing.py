@@ -1,5 +1,5 @@
 """Shows what a configuration can name: a summary of the kinds, one kind, one name with its options,
-or what a word is found in."""
+or a search."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from mmrl.core.registry import (
 GROUPS = {"samplers": ("sde_types", "timestep_schedules", "noise_windows")}
 CONFIGS = "configs"
 PRESET = "presets"
-# what the names of a kind are, and where they stand in a configuration
+# descriptions of the kinds, and their place in a configuration
 ABOUT = {
     "policies": ("models that are trained", "policy"),
-    "objectives": ("losses, and the states they look at", "objective"),
+    "objectives": ("losses, and the states they evaluate", "objective"),
     "advantages": ("how samples of a prompt are compared", "advantage"),
     "rewards": ("what a good sample is", "reward, evaluate.reward"),
     "data": ("where prompts come from", "data"),
@@ -47,7 +47,7 @@ ABOUT = {
     "solvers": ("deterministic steps", "policy.NAME.solver"),
     "surrogates": ("losses of ratio and advantage", "objective.policy_gradient.surrogate"),
     "timestep_samplers": ("which timesteps are drawn to re-noise a sample", "objective.NAME"),
-    "estimators": ("which masked states are looked at", "objective.masked"),
+    "estimators": ("which masked states are evaluated", "objective.masked"),
     "stages": ("what changes an iteration's rows", "options of train"),
     "monitors": ("metrics of every iteration's samples", "always on"),
     "judges": ("VLMs that rewards ask", "reward.judge.model"),
@@ -57,15 +57,14 @@ ABOUT = {
     CONFIGS: ("configurations that are shipped", "mmrl train NAME"),
 }
 KINDS = (*ALL, PRESET, CONFIGS)
-UNNAMED = ("stages", "monitors")  # their options stand under `train:`, not under their name
+UNNAMED = ("stages", "monitors")  # their options belong under `train:`, not under their name
 
 
 def show_list(words: Sequence[str], search: str | None = None) -> None:
-    """Print what the words of ``mmrl list`` ask for; on a terminal that it does not fit on, through
-    its pager.
+    """Print the answer to ``mmrl list``; through the pager if it does not fit on the terminal.
 
-    No word: a summary. A kind: its names. A name, or a kind and a name: all about it. Raises
-    UserError with the nearest names where there is no such thing.
+    No word: a summary. A kind: its names. A name, or a kind and a name: details. Raises UserError
+    with the nearest names if there is none.
     """
     load_built_in()
     console = Console(
@@ -104,7 +103,7 @@ def names_of(kind: str) -> list[str]:
 
 
 def _line(kind: str, name: str) -> str:
-    """Say in a line what a name stands for."""
+    """Describe a name in one line."""
     if kind == PRESET:
         return f"for {described(name)[0]}"
     return _headline(name) if kind == CONFIGS else describe(ALL[kind][name])
@@ -137,7 +136,7 @@ def _kind(console: Console, kind: str) -> None:
 
 
 def _rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and lines; off a terminal one line each, for grep."""
+    """Print names and lines; one line each if not on a terminal, for grep."""
     width = max((len(name) for name, _ in rows), default=0)
     for name, line in rows:
         if console.is_terminal:
@@ -234,7 +233,7 @@ def _search(console: Console, word: str, kind: str | None) -> None:
 
 
 def _unknown_kind(kind: str) -> UserError:
-    """Say that there is neither a kind nor a name like this."""
+    """Report that there is no such kind or name."""
     kinds = [*KINDS, *GROUPS]
     close = suggest(kind, kinds)
     if not close.startswith("did"):

@@ -14,7 +14,7 @@ FIRST = ("start", "index", "configuration", "extending", "api", "data", "rewards
 
 
 def pages() -> dict[str, Path]:
-    """Return the pages by name, such as ``methods/advantages``: first what is read first."""
+    """Return the pages by name, such as ``methods/advantages``, in reading order."""
     folder = shipped_pages()
     files = {p.relative_to(folder).with_suffix("").as_posix(): p for p in folder.rglob("*.md")}
     order = [*(name for name in FIRST if name in files), *sorted(set(files) - set(FIRST))]
@@ -22,8 +22,8 @@ def pages() -> dict[str, Path]:
 
 
 def show_page(name: str | None) -> None:
-    """Print a page, on a terminal through its pager, or the list of pages. Raises UserError for a
-    page that there is not."""
+    """Print a page, on a terminal through its pager, or the list of pages. Raises UserError for an
+    unknown page."""
     known = pages()
     if name is None:
         print("\n".join(listed(known)))

@@ -34,7 +34,7 @@ KINDS = {
 
 def markdown(measured: Mapping[str, float] = {}, package: str | None = None) -> str:
     """Write one line for each registered reward; ``measured``: samples a second by name;
-    ``package``: only what it defines."""
+    ``package``: only the rewards it defines."""
     load_built_in()
     known = [
         n for n in sorted(REWARDS) if package in (None, REWARDS[n].__module__.partition(".")[0])

@@ -11,7 +11,7 @@ from mmrl.monitoring.report.evidence import alike
 
 
 def evaluation_table(rows: list[dict[str, Any]]) -> None:
-    """Print a table of models down and rewards across: mean and half the 95 % interval."""
+    """Print a table with models as rows and rewards as columns: mean and half the 95 % interval."""
     names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
     table = Table("model", *names, title="held-out rewards, mean ± 95 % interval")
     for row in rows:
@@ -21,7 +21,7 @@ def evaluation_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _estimate(estimate: dict[str, Any] | None) -> str:
-    """Return mean and half the interval; of a measure of the whole set the value alone."""
+    """Return mean and half the interval; for a measure of the whole set only the value."""
     if estimate is None or estimate["mean"] is None:
         return ""
     mean = f"{estimate['mean']:.3f}"
@@ -30,8 +30,7 @@ def _estimate(estimate: dict[str, Any] | None) -> str:
 
 
 def change_sentences(rows: list[dict[str, Any]]) -> list[str]:
-    """Say by how much the trained model differs from the base, prompt by prompt: one sentence a
-    reward."""
+    """Report the paired difference of the trained model from the base: one sentence per reward."""
     before = next((row for row in rows if "difference" not in row), None)
     after = next((row for row in rows if row["model"] == "trained"), None)
     if before is None or after is None:
@@ -44,7 +43,7 @@ def change_sentences(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _change(change: dict[str, Any]) -> str:
-    """Write a paired difference with its interval, and whether it shows anything."""
+    """Write a paired difference with its interval, and whether it is significant."""
     count = change["prompts"]
     mean = f"{change['mean']:+.3g}"
     prompts = f"paired over {count} prompt{'s' if count != 1 else ''}"

@@ -1,5 +1,5 @@
-"""Gives what a configuration names on the disk its full path, so that it is found from any working
-folder."""
+"""Makes the paths in a configuration absolute, so that they are found from any working
+directory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mmrl.config.building import weighed
 from mmrl.config.values import exists, is_pattern, lies_beside
 
 PLACES = ("path", "images", "held_out")  # options of ``data`` that name files or folders
-FOLDERS = ("path", "start")  # of any section
+FOLDERS = ("path", "start")  # options of any section
 CODE = re.compile(r"(.+\.py)(:[\w.]+)")  # a plug-in of the user's
 
 
 def anchored(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
-    """Give files and code their full path that lie in the working folder, or beside the
-    configuration in ``folder``; of some options also folders, of ``data`` files by a pattern.
-    ``path``: the keys that lead to the value."""
+    """Make paths of files and code absolute, found in the working directory or in the
+    configuration's ``folder``; for some options also folders, for ``data`` also patterns. ``path``:
+    the keys that lead to the value."""
     if path == ("run",):
         return value
     if isinstance(value, dict):
@@ -35,7 +35,8 @@ def anchored(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
 
 
 def code_beside(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
-    """Give code its full path that is not in the working folder, but beside the configuration."""
+    """Make the path of code absolute if it is next to the configuration and not in the working
+    directory."""
     if isinstance(value, dict):
         named = _weighed(value) if _holds_rewards(path) else value
         several = {key: code_beside(item, folder, (*path, str(key))) for key, item in named.items()}
@@ -46,13 +47,13 @@ def code_beside(value: Any, folder: Path, path: tuple[str, ...] = ()) -> Any:
 
 
 def _holds_rewards(path: tuple[str, ...]) -> bool:
-    """Tell whether the section at a path has rewards with weights; a reward that is the option of
+    """Tell whether the section at a path has rewards with weights; a reward that is an option of
     another has none."""
     return (path[2:] if path[:1] == ("stages",) else path) in ((), ("evaluate",))
 
 
 def _weighed(values: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a section whose rewards, where they are code that is only named, have their weight."""
+    """Return a section in which rewards given as code by name alone have a weight."""
     spec = values.get("reward")
     several = [spec] if isinstance(spec, str) else spec
     is_code = isinstance(several, list) and any(CODE.fullmatch(str(name)) for name in several)
@@ -62,7 +63,7 @@ def _weighed(values: dict[Any, Any]) -> dict[Any, Any]:
 def _with_code(
     values: dict[Any, Any], folders: Sequence[Path], path: tuple[str, ...]
 ) -> dict[Any, Any]:
-    """Give keys that are code their full path; a reward keeps its name, and says what it uses."""
+    """Make keys that are code absolute; a reward keeps its name, and gets ``use``."""
     if path[-1:] == ("reward",) and _holds_rewards(path[:-1]):
         return values
     whole = {_code(key, folders) or key: item for key, item in values.items()}
@@ -80,8 +81,8 @@ def _rewards(spec: Any, folders: Sequence[Path]) -> Any:
 
 
 def _code(value: Any, folders: Sequence[Path]) -> str | None:
-    """Return ``file.py:name`` with the full path of the file, which is not in the working folder
-    unless that is one of ``folders``; None where it is in none of them."""
+    """Return ``file.py:name`` with the absolute path of the file, found in one of ``folders``; None
+    if it is in none of them."""
     match = CODE.fullmatch(value) if isinstance(value, str) else None
     if match is None or os.path.isabs(match[1]):
         return None
@@ -92,7 +93,7 @@ def _code(value: Any, folders: Sequence[Path]) -> str | None:
 
 
 def _file(value: str, folder: Path, path: tuple[str, ...]) -> str | None:
-    """Return the full path of what a value names; None where it names nothing there."""
+    """Return the absolute path that a value names; None if it does not exist."""
     key = path[-1] if path else ""
     is_data = "data" in path[:-1] and key in PLACES
     if os.path.isabs(value) or value.startswith("~"):

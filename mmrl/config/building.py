@@ -26,8 +26,7 @@ from mmrl.core.registry import REWARDS, Registry, options
 if TYPE_CHECKING:
     from mmrl.core.types import Reward
 
-# where rewards may be computed, beside the process that asks -> the module that has Placed,
-# check_version and check_card
+# places where rewards may be computed -> the module with Placed, check_version and check_card
 PLACEMENTS = {"ray": "mmrl.apps.ray.rewards"}
 
 
@@ -47,9 +46,9 @@ def raise_all(problems: Sequence[str]) -> None:
 
 
 def build(spec: Any, registry: Registry, where: str | Place = "", **context: Any) -> Any:
-    """Build the object that ``name`` or ``{name: {options}}`` stands for: an instance of a class,
-    or a function with its options bound. ``context`` are arguments supplied by code. Raises
-    UserError naming every option that is wrong."""
+    """Build the object of ``name`` or ``{name: {options}}``: an instance of a class, or a function
+    with its options bound. ``context`` are arguments supplied by code. Raises UserError naming
+    every option that is wrong."""
     problems: list[str] = []
     resolved = resolve(spec, registry, Place.of(where), problems, context)
     raise_all(problems)
@@ -72,8 +71,8 @@ def build_rewards(
 
     ``{name: {monitor: true}}`` is measured and has weight 0.
 
-    With ``{fast: {use: remote, ...}, slow: {use: remote, ...}}`` the names are free, and a reward
-    can be used twice.
+    With ``{fast: {use: remote, ...}, slow: {use: remote, ...}}`` the names are arbitrary, and a
+    reward can be used twice.
     """
     problems: list[str] = []
     entries = resolve_rewards(spec, registry, Place.of(where), problems)
@@ -96,7 +95,7 @@ def _handled(name: str, entry: Chosen, registry: Registry = REWARDS) -> Reward:
     except UserError as error:
         raise UserError(entry.handling.place.say(str(error))) from error
     reward: Reward = construct(entry.reward)
-    if entry.reward.entry not in registry.values():  # a user's own
+    if entry.reward.entry not in registry.values():  # a user's reward
         reward = by_signature(reward, name)
     if handling == Handling():
         return reward
@@ -112,7 +111,7 @@ def placement(name: str | None) -> Any:
 
 
 def _placed(name: str, entry: Chosen, handling: Handling) -> Reward:
-    """Have the reward built and computed by workers of a Ray cluster."""
+    """Build and compute the reward on workers of a Ray cluster."""
     from mmrl.scoring.handling import Handled
     from rewards.card import card_with
 
@@ -135,7 +134,7 @@ def plug_ins_in(value: Any) -> Iterator[Any]:
 
 
 def of_worker(spec: tuple[str, Resolved, Handling]) -> Reward:
-    """Build a reward on a worker elsewhere."""
+    """Build a reward on a remote worker."""
     from mmrl.scoring.handling import Handled
 
     name, reward, handling = spec
@@ -143,7 +142,7 @@ def of_worker(spec: tuple[str, Resolved, Handling]) -> Reward:
 
 
 def unplaceable(name: str, entry: Chosen) -> Iterator[str]:
-    """Say what is wrong with the place that a reward is to have, before anything is built."""
+    """Say what is wrong with a reward's ``place``, before anything is built."""
     try:
         handling = construct(entry.handling)
         if handling.place is not None:
@@ -166,7 +165,7 @@ class Chosen:
 
 
 def weighed(spec: Any) -> Any:
-    """Give rewards that are only named, one or a list, the weight 1; others stay as they are."""
+    """Give rewards given by name, one or a list, the weight 1; others are unchanged."""
     names = [spec] if isinstance(spec, str) else spec
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         return dict.fromkeys(names, 1.0)
@@ -176,7 +175,7 @@ def weighed(spec: Any) -> Any:
 def resolve_rewards(
     spec: Any, registry: Registry, place: Place, problems: list[str]
 ) -> dict[str, Chosen]:
-    """Resolve rewards by their key: a reward's name, or any name with ``use`` saying which
+    """Resolve rewards by their key: a reward's name, or any name, with ``use`` naming the
     reward."""
     spec = weighed(spec)
     if not isinstance(spec, Mapping):
@@ -230,8 +229,7 @@ def _weight(chosen: dict[str, Any], place: Place, problems: list[str]) -> Any:
 def _split_options(
     use: str, chosen: dict[str, Any], registry: Registry, place: Place, problems: list[str]
 ) -> tuple[Any, Any]:
-    """Separate the reward with its own options from ``Handling`` with those that every reward
-    has."""
+    """Separate the reward with its own options from ``Handling`` with the common ones."""
     try:
         reward_options = options(registry.find(use))
     except Exception:  # resolving it below reports what is wrong

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from mmrl.config import Config
 
 Section = TypeVar("Section")
-MOST_RANK = 2**16  # of an adapter: wider than any layer
+MOST_RANK = 2**16  # rank of an adapter: wider than any layer
 
 
 def check(
@@ -105,8 +105,8 @@ def _resolved_plug_ins(
     before: Collection[str],
     problems: list[str],
 ) -> tuple[dict[str, Resolved], Any]:
-    """Resolve the plug-ins of every section; return them with the objective, built, where it is
-    made of plain values."""
+    """Resolve the plug-ins of every section; return them with the objective, built if it consists
+    of plain values."""
     entries: dict[str, Resolved] = {}
     objective = None
     for section, registry in _present(config, PLUGGED, before):
@@ -114,7 +114,7 @@ def _resolved_plug_ins(
         resolved = resolve(config[section], registry, config.place((section,)), problems, from_code)
         if isinstance(resolved, Resolved):
             if registry is not DATA and _cheap(resolved.entry) and not from_code:
-                # plain values: their own checks cost nothing
+                # plain values: their own checks are cheap
                 plug_in = _try(problems, construct, resolved)
                 objective = plug_in if section == "objective" else objective
             entries[section] = resolved
@@ -125,7 +125,7 @@ def _resolved_plug_ins(
 
 
 def options_of_section(config: Config, name: str, cls: type, problems: list[str]) -> Any:
-    """Make the options of a plain section; None where they are wrong."""
+    """Build the options of a plain section; None if they are wrong."""
     spec = or_empty(config.plain.get(name))
     options = resolve_call(cls, spec, config.place((name,)), problems)
     return None if options is BAD else _try(problems, construct, options)
@@ -143,8 +143,8 @@ def _unfit_training(
     objective: Any,
     entries: Mapping[str, Resolved],
 ) -> Iterator[str]:
-    """List sentences about options of ``train`` that do not go with so many ``trained`` rewards,
-    with the objective, by its class (``named``) and built, or with the policy."""
+    """List sentences about options of ``train`` that are incompatible with the number of
+    ``trained`` rewards, the objective (its class ``named``, and built), or the policy."""
     policy = entries.get("policy")
     yield from unweighable(options, trained, named)
     yield from renamed_rows(options, named)
@@ -161,7 +161,7 @@ def _unfit_training(
 def _present(
     config: Config, sections: Mapping[str, Section], before: Collection[str]
 ) -> Iterator[tuple[str, Section]]:
-    """Yield sections, without those that are missing where that is one of the problems before."""
+    """Yield sections, without missing ones that have already been reported."""
     for name, section in sections.items():
         if not before or config.plain.get(name) is not None:
             yield name, section
@@ -174,7 +174,7 @@ def _unfit_sizes(
     objective: Any,
     processes: int,
 ) -> Iterator[str]:
-    """Find what in ``train`` does not suit itself, the policy or the objective."""
+    """Find options of ``train`` that conflict with each other, the policy or the objective."""
     if objective is not None and (why := without_average(objective.snapshots, built)):
         yield entries["objective"].place.say(why)
     yield from indivisible(config, built, processes)
@@ -197,7 +197,7 @@ def indivisible(config: Config, built: TrainOptions, processes: int) -> Iterator
 
 
 def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
-    """Find what in the objective or the advantage does not suit the policy, such as tokens for a
+    """Find what in the objective or the advantage does not fit the policy, such as tokens for a
     flow model."""
     if {"advantage", "policy"} <= set(entries):
         yield from _unsuited_advantages(entries["advantage"], entries["policy"])
@@ -230,7 +230,7 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
 
 
 def _blocked(objective: Resolved, policy: Resolved) -> Iterator[str]:
-    """Find an objective that hides more of an answer than a policy sees in a pass."""
+    """Find an objective that masks more of an answer than a policy predicts in a pass."""
     if not inspect.isclass(objective.entry):
         return
     option = objective.options.get("estimator")
@@ -242,7 +242,7 @@ def _blocked(objective: Resolved, policy: Resolved) -> Iterator[str]:
 
 
 def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]:
-    """Find what in the advantage, and in those it is on top of, does not suit the policy."""
+    """Find what in the advantage, and in those it wraps, does not fit the policy."""
     for part in _with_nested(advantage):
         if why := unsuited(part.entry, policy.entry, "advantage"):
             yield part.place.say(why)
@@ -257,23 +257,23 @@ def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]
 
 
 def _unrecorded(part: Resolved, policy: Resolved, kind: str = "advantage") -> Iterator[str]:
-    """Find what an advantage or objective looks at that the policy records on request only."""
+    """Find what an advantage or objective needs that the policy records only on request."""
     wanted_options = getattr(part.entry, "records", None)
     for option in wanted_options(part.options) if wanted_options else ():
         if option not in options_of(policy.entry):
             yield part.place.say(
-                f"the {kind} {part.entry.__name__} looks at what the policy "
+                f"the {kind} {part.entry.__name__} needs what the policy "
                 f"{policy.entry.__name__} cannot record, since it has no option {option}"
             )
         elif not policy.options.get(option):
             yield part.place.say(
-                f"the {kind} {part.entry.__name__} looks at what the policy records on request; "
+                f"the {kind} {part.entry.__name__} needs what the policy records only on request; "
                 f"set {policy.place / option} to true"
             )
 
 
 def _missing_of_training(entries: Mapping[str, Resolved], train: TrainOptions) -> Iterator[str]:
-    """Find what an advantage or a data source looks at that a stage makes."""
+    """Find what an advantage or a data source needs from a stage that is missing."""
     named = {effects.name_of(type(stage)) for stage in train.stages}
     for section in sorted({"advantage", "data"} & set(entries)):
         for part in _with_nested(entries[section]):
@@ -281,12 +281,12 @@ def _missing_of_training(entries: Mapping[str, Resolved], train: TrainOptions) -
             for stage in asks(part.options) if asks else ():
                 if stage not in named:
                     yield part.place.say(
-                        f"it looks at what the stage {stage} measures; add {stage} to train.stages"
+                        f"it needs what the stage {stage} measures; add {stage} to train.stages"
                     )
 
 
 def _grown(policy: Resolved | None) -> bool:
-    """Tell whether the samples of a policy share their beginnings."""
+    """Tell whether the samples of a policy share prefixes."""
     return policy is not None and any(
         value is not None and effects.of_policy(policy.entry, name).branches
         for name, value in policy.options.items()
@@ -294,12 +294,12 @@ def _grown(policy: Resolved | None) -> bool:
 
 
 def _refills(policy: Resolved | None) -> bool:
-    """Tell whether new answers of a policy take the places of those that have ended."""
+    """Tell whether a policy refills finished rows with new answers."""
     return policy is not None and policy.options.get("refill", "none") != "none"
 
 
 def _with_nested(resolved: Resolved) -> Iterator[Resolved]:
-    """Yield a plug-in and those among its options."""
+    """Yield a plug-in and the plug-ins among its options."""
     yield resolved
     for option in resolved.options.values():
         if isinstance(option, Resolved):
@@ -307,7 +307,7 @@ def _with_nested(resolved: Resolved) -> Iterator[Resolved]:
 
 
 def _cheap(entry: Plugin) -> bool:
-    """Tell whether an object is made of plain values, so that its own checks cost nothing."""
+    """Tell whether an object consists of plain values, so that building it is cheap."""
     return is_dataclass(entry) or (isinstance(entry, type) and not OBJECTIVES.unfit(entry))
 
 
@@ -340,7 +340,7 @@ def _rewards(
 
         cards = {n: described(e.reward.entry, e.reward.options) for n, e in weighted.items()}
         unfit += missing_fields(cards, fields)
-    # those that hold others say it when built
+    # those that contain others report it when built
     objective: Any = entries.get("objective")
     if path == ("reward",) and objective is not None and objective.requires.differentiates:
         plain = {
@@ -354,7 +354,7 @@ def _rewards(
 
 
 def _unvalidated(config: Config, train: Any, evaluation: Any) -> Iterator[str]:
-    """Find rewards that are guided by evaluations which the run does not make."""
+    """Find rewards that depend on evaluations which the run does not make."""
     place = config.place(("reward",))
     rewards = or_empty(config.plain.get("reward"))
     for name, weighted in resolve_rewards(rewards, REWARDS, place, []).items():
@@ -420,12 +420,12 @@ def _import(name: str) -> None:
 
 
 def or_empty(section: Any) -> Any:
-    """Return no options for a section that is not there; 0 and the like stay, to be refused."""
+    """Return no options for a missing section; 0 and the like are kept, to be refused."""
     return {} if section is None else section
 
 
 def _absent_packages(resolved: Any) -> Iterator[str]:
-    """Find what needs a package that is not installed."""
+    """Find plug-ins that need a package that is not installed."""
     if not isinstance(resolved, Resolved):
         return
     package = getattr(resolved.entry, "needs_package", None)
@@ -436,7 +436,7 @@ def _absent_packages(resolved: Any) -> Iterator[str]:
 
 
 def impossible_options(resolved: Any) -> Iterator[str]:
-    """Find values that no model can have, and code of others under ``--safe``."""
+    """Find impossible values, and external code under ``--safe``."""
     if not isinstance(resolved, Resolved):
         return
     for name, option in resolved.options.items():
@@ -467,7 +467,7 @@ def missing_files(value: Any, key: str = "", place: Place | None = None) -> Iter
     elif isinstance(value, str) and not (key == "path" and looks_local(value)):
         return
     elif isinstance(value, Location) and is_pattern(value):
-        return  # reading the data says if no file matches
+        return  # reading the data reports if no file matches
     elif isinstance(value, (str, Path)) and not exists(Path(value).expanduser()):
         folders = dict.fromkeys(map(os.path.abspath, [Path.cwd(), *filter(None, [place.folder])]))
         whole = os.path.isabs(value) or str(value).startswith("~")

@@ -1,5 +1,4 @@
-"""Says which options of ``train``, objectives and policies do not go together, before anything is
-loaded."""
+"""Reports incompatible options of ``train``, objectives and policies, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from mmrl.core.errors import called
 from mmrl.core.registry import Plugin
 from mmrl.policies.capabilities import capabilities_of
 
-KINDS = {  # of which kind decisions may have to be
+KINDS = {  # kinds of decisions that may be required
     "gaussian": "flow and diffusion models",
     "categorical": "models that write tokens",
     "masked": "masked diffusion, whose tokens can be hidden again",
@@ -23,11 +22,10 @@ KINDS = {  # of which kind decisions may have to be
 
 def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | None:
     """Say why an objective (or another ``kind`` of plug-in) cannot train a policy (an object, a
-    class or what makes one); None if it can, or if one of the two does not say what it needs or
-    is."""
+    class or a factory); None if it can, or if one of the two does not declare it."""
     from mmrl.policies.contracts import Remasks
 
-    requires: Any = getattr(plug_in, "requires", None)  # advantages are functions: few say it
+    requires: Any = getattr(plug_in, "requires", None)  # advantages are functions: few declare it
     can = capabilities_of(policy)
     if can is None or requires is None:
         return None
@@ -50,11 +48,11 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
 
 
 def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
-    """List sentences about options of ``train`` that a policy (an object, a class or what makes
-    one) cannot take."""
+    """List sentences about options of ``train`` that a policy (an object, a class or a factory)
+    does not support."""
     can = capabilities_of(policy)
     if can is None:
-        return  # it does not say what it is
+        return  # it does not declare its capabilities
     yield from effects.unsupported(train, policy)
     if train.micro_batch_size == "auto" and can.decisions != "gaussian":
         yield (
@@ -64,7 +62,7 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
 
 
 def unfit_for_sft(train: TrainOptions) -> Iterator[str]:
-    """List sentences about options of ``train`` that mean nothing where answers come from the
+    """List sentences about options of ``train`` that have no effect if answers come from the
     data."""
     if train.group_size != 1:
         yield (
@@ -75,9 +73,8 @@ def unfit_for_sft(train: TrainOptions) -> Iterator[str]:
 
 
 def unfit_for_data(train: TrainOptions, objective: Any, policy: Any) -> Iterator[str]:
-    """List sentences about what means nothing where the objective learns from answers in the data,
-    or from preferences, or where answers take several iterations; ``policy``: an object or a
-    class."""
+    """List sentences about options without effect if the objective learns from answers in the data
+    or from preferences, or if answers take several iterations; ``policy``: an object or a class."""
     yield from unfit_for_parts(train, objective)
     if objective.requires.sums_kinds and train.loss_agg_mode != "token_mean":
         yield (
@@ -94,8 +91,8 @@ def unfit_for_data(train: TrainOptions, objective: Any, policy: Any) -> Iterator
 
 
 def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
-    """Say why answers of others cannot be trained on: of a picture or a video nobody knows the
-    path, so that only losses of finished samples learn from one; None if they can."""
+    """Say why demonstrations cannot be used: the denoising path of an external image is unknown, so
+    that only losses of finished samples learn from it; None if they can."""
     can = capabilities_of(policy)
     if objective.requires.imitates:
         return None  # it learns from the finished picture
@@ -105,7 +102,7 @@ def pathless(train: TrainOptions, policy: Any, objective: Any) -> str | None:
 
 
 def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[str]:
-    """Say why ``train.reward_gradients`` cannot weigh so many rewards with a weight."""
+    """Say why ``train.reward_gradients`` cannot weight this number of rewards."""
     if train.reward_gradients is None:
         return
     if trained < 2:
@@ -123,14 +120,14 @@ def unweighable(train: TrainOptions, trained: int, objective: Any) -> Iterator[s
 
 
 def renamed_rows(train: TrainOptions, objective: Any) -> Iterator[str]:
-    """Say what gives rows other names, by which an objective that follows the reward's gradient
-    draws the noise of their paths again."""
+    """Say what renames rows, whose names are the noise key of an objective that uses the reward's
+    gradient."""
     if objective is not None and objective.requires.differentiates:
         yield from effects.renaming(train)
 
 
 def not_to_be_skipped(train: TrainOptions, objective: Any) -> str | None:
-    """Say why rows of advantage 0 cannot be left out with an ``objective``; None if they can."""
+    """Say why rows of advantage 0 cannot be skipped with an ``objective``; None if they can."""
     if not train.skip_zero_advantage or objective is None:
         return None
     name = type(objective).__name__
@@ -148,7 +145,7 @@ def not_to_be_skipped(train: TrainOptions, objective: Any) -> str | None:
 
 
 def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
-    """List sentences about what does not go with answers that several iterations write."""
+    """List sentences about options incompatible with answers written over several iterations."""
     parts = next(effects.writing_in_parts(train), None)
     if parts is None:
         return
@@ -161,8 +158,8 @@ def unfit_for_parts(train: TrainOptions, objective: Any) -> Iterator[str]:
 
 
 def unmeasurable(train: TrainOptions, policy: Any, chosen: Mapping[str, Any]) -> Iterator[str]:
-    """Say which of a policy's options (``chosen``, of its class) settle the size of its passes, so
-    that there is nothing to measure."""
+    """Say which of a policy's options (``chosen``, of its class) fix its pass size, so that there
+    is nothing to measure."""
     if train.micro_batch_size == "auto":
         for key, value in chosen.items():
             if value is not None and effects.of_policy(policy, key).sizes_passes:
@@ -173,9 +170,8 @@ def unmeasurable(train: TrainOptions, policy: Any, chosen: Mapping[str, Any]) ->
 
 
 def blocked(objective: Any, estimator: Any, options: Mapping[str, Any]) -> str | None:
-    """Say why an objective (a class, with the estimator that is chosen for it) cannot train a
-    policy with these options: blocks that never see what is behind them have one hidden block in a
-    pass; None if it can."""
+    """Say why an objective (a class, with its chosen estimator) cannot train a policy with these
+    options: block-causal models have one masked block per pass; None if it can."""
     if not options.get("block_causal"):
         return None
     requires = objective.requires
@@ -190,11 +186,11 @@ def blocked(objective: Any, estimator: Any, options: Mapping[str, Any]) -> str |
 
 
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
-    """Say what is wrong where an objective needs a moving average of the weights that nobody keeps,
-    or None."""
+    """Say what is wrong if an objective needs a moving average of the weights that is not kept, or
+    None."""
     if "ema" in snapshots and not train.ema:
         return (
-            "the objective looks at the moving average of the weights: set train.ema, its "
+            "the objective uses the moving average of the weights: set train.ema, its "
             "decay, such as 0.3"
         )
     return None

@@ -35,7 +35,7 @@ from mmrl.config.yamltext import read, write
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS, Registry
 
-OPTIONS = ("train", "evaluate", "log", "alarms", "ray")  # sections that hold options, no plug-in
+OPTIONS = ("train", "evaluate", "log", "alarms", "ray")  # sections that hold options, not a plug-in
 DEFAULTS = {"advantage": "flow_grpo", "optimizer": "adamw"}
 EXAMPLES = {
     "policy": 'policy: {sd3: {path: "world:digits/sd3", steps: 8}}',
@@ -49,7 +49,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class Config:
-    """Holds the resolved plain values of a configuration, and where each of them was written."""
+    """Holds the resolved plain values of a configuration, and where each was written."""
 
     plain: dict[str, Any]
     file: str = "configuration"
@@ -70,7 +70,7 @@ class Config:
         return self.place(path).source()
 
     def build(self, section: str, registry: Registry, **context: Any) -> Any:
-        """Build the object a section names; ``context`` are arguments that come from code."""
+        """Build the object a section names; ``context`` are arguments from code."""
         return build(self.plain[section], registry, self.place((section,)), **context)
 
     def rewards(
@@ -83,7 +83,7 @@ class Config:
         return build_rewards(spec, registry, place)
 
     def section(self, name: str, cls: type) -> Any:
-        """Return a dataclass section; all defaults if it is not there."""
+        """Return a dataclass section; all defaults if it is missing."""
         return build_dataclass(cls, self.plain.get(name) or {}, self.place((name,)))
 
 
@@ -97,10 +97,10 @@ def load(
     """Read a file, apply ``a.b=c`` overrides in order, and check that the sections are the known
     ones.
 
-    ``required``: sections that must be there; training needs all that have no default. Of a
-    configuration with stages the one that ``stage`` names, or the last. ``added``: sections from
-    code. ``problems``: takes unknown and missing sections, which else raise UserError, so that
-    ``check`` reports them beside all that is wrong in the others.
+    ``required``: sections that must be there; training needs all that have no default. For a
+    configuration with stages the one named ``stage``, or the last. ``added``: sections from code.
+    ``problems``: collects unknown and missing sections, which otherwise raise UserError, so that
+    ``check`` reports them with all other problems.
     """
     alone = problems is None
     problems = [] if problems is None else problems
@@ -126,7 +126,7 @@ def from_mapping(
     required: Collection[str] = tuple(EXAMPLES),
     file: str = "Python",
 ) -> Config:
-    """Make a configuration of plain values instead of a file, which mistakes name as ``file``."""
+    """Build a configuration from plain values; messages call it ``file``."""
     plain: dict[Any, Any] = deepcopy(dict(sections))
     marks: dict[tuple[Any, ...], str] = {(): file}
     _apply_preset(plain, marks, overrides)
@@ -143,8 +143,8 @@ def of_plain(
     problems: list[str] | None = None,
     alone: bool = True,
 ) -> Config:
-    """Make a configuration of plain values whose overrides have been applied, and check its
-    sections, as ``load`` does. ``problems``: found so far; ``alone``: they are raised here."""
+    """Build a configuration from plain values with overrides applied, and check its sections, as
+    ``load`` does. ``problems``: found so far; ``alone``: they are raised here."""
     problems = [] if problems is None else problems
     plain = code_beside(plain, Path(file).parent)
     problems += [*_sections(plain, Place((), marks)), *_missing(plain, file, required)]
@@ -152,7 +152,7 @@ def of_plain(
         problems.append(Place(("objective",), marks).say(why))
     if alone:
         raise_all(problems)
-    for key in OPTIONS:  # what is none of these has been reported
+    for key in OPTIONS:  # anything else has been reported
         if not isinstance(or_empty(plain.get(key)), Mapping):
             del plain[key]
     if learns_from_answers(plain) and plain.get("reward") is None:
@@ -174,7 +174,7 @@ def _or(value: Any, default: str) -> Any:
 def load_stages(
     path: str | Path, overrides: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read what a file with ``stages`` says itself, and the names of its stages; none where it has
+    """Read the common part of a file with ``stages``, and the names of its stages; none if it has
     none, or ``stage`` names one of them."""
     plain, marks = _plain(str(path))
     for override in filter(_is_of_stages, overrides):
@@ -184,7 +184,7 @@ def load_stages(
 
 
 def _is_of_stages(override: str) -> bool:
-    """Tell whether an override is of ``stages`` or ``stage``; all others hold for every stage."""
+    """Tell whether an override is for ``stages`` or ``stage``; all others apply to every stage."""
     return re.split(r"[.=]", override.strip(), maxsplit=1)[0].strip() in ("stage", "stages")
 
 
@@ -212,7 +212,7 @@ def _of_stage(
 def _apply_preset(
     plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], overrides: Sequence[str]
 ) -> None:
-    """Fill in what ``preset`` adds, before other overrides change it."""
+    """Apply ``preset``, before other overrides."""
     for override in overrides:
         if override.partition("=")[0].strip() == "preset":
             override_with(plain, marks, override)
@@ -241,13 +241,12 @@ def _marked(
     before: Mapping[str, Any],
     preset: str,
 ) -> None:
-    """Mark the options that a preset added at a place as its own."""
+    """Mark the options that a preset added at a place."""
     marks.update({(*place, key): f"preset {preset}" for key in set(now) - set(before)})
 
 
 def dump(config: Config) -> str:
-    """Write YAML that loads back to the same configuration from any folder: files get their full
-    path."""
+    """Write YAML that loads back to the same configuration from any folder: paths are absolute."""
     return write(anchored(config.plain, Path(config.file).parent))
 
 

@@ -1,5 +1,5 @@
-"""Derives which options do not go together from what they and their stages declare
-(``mmrl.core.effects``), in sentences that begin with the option's key."""
+"""Derives incompatible options from the declared effects of options and stages
+(``mmrl.core.effects``), as sentences that begin with the option's key."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ORDER: tuple[Resumes, ...] = ("free", "warned", "refused")
 
 @dataclass(frozen=True)
 class Asked:
-    """Holds something that ``train`` asks for: its key there, what it does, and its stage, if it
-    has one, with the options of it."""
+    """Holds an active option of ``train``: its key, its effects, and its stage, if any, with the
+    options of that."""
 
     key: str
     effects: Effects
@@ -40,14 +40,14 @@ def asked(train: TrainOptions) -> Iterator[Asked]:
 
 
 def of_train(name: str) -> Effects:
-    """Look up what an option of ``train`` declares, itself or by its stage."""
+    """Look up the effects of an option of ``train``, its own or its stage's."""
     stage = stages_by_option().get(name)
     return stage.effects if stage else _declared(_annotations()[name]) or NONE
 
 
 def of_policy(entry: Plugin, name: str) -> Effects:
-    """Look up what an option of a policy declares, or that of the same name of a base. An option
-    ``path`` is the model that the policy begins from."""
+    """Look up the effects of an option of a policy, also inherited. An option ``path`` is the model
+    that the policy begins from."""
     for cls in getattr(entry, "__mro__", (entry,)):
         parameter = options(cls).get(name)
         effects = None if parameter is None else _declared(parameter.annotation)
@@ -62,7 +62,7 @@ def options_that(entry: Plugin, does: Callable[[Effects], bool]) -> list[str]:
 
 
 def stages_by_option() -> Mapping[str, Any]:
-    """Return the stages that options of ``train`` ask for, by option."""
+    """Return the stages that options of ``train`` add, by option."""
     load_built_in()
     stages: list[Any] = [*STAGES.values()]
     return {stage.option: stage for stage in stages if stage.option}
@@ -74,8 +74,8 @@ def name_of(stage: Any) -> str:
 
 
 def resumes(path: tuple[str, ...]) -> Resumes:
-    """Say what it means for a run that goes on that an option changes: ("train", option, ...) or
-    ("policy", name, option, ...)."""
+    """Say what a changed option means for a resumed run: ("train", option, ...) or ("policy", name,
+    option, ...)."""
     if path[0] == "train":
         return of_train(path[1]).resumes
     try:
@@ -85,8 +85,8 @@ def resumes(path: tuple[str, ...]) -> Resumes:
 
 
 def stages_resume(before: list[Any], after: list[Any]) -> Resumes:
-    """Say what it means for a run that goes on that its stages are others, {name: options} each:
-    the most that one of them says."""
+    """Say what changed stages, {name: options} each, mean for a resumed run: the strictest answer
+    of any."""
     changed = [each for each in (*before, *after) if each not in before or each not in after]
     declared: list[Resumes] = []
     for name in {name for each in changed for name in each}:
@@ -98,25 +98,25 @@ def stages_resume(before: list[Any], after: list[Any]) -> Resumes:
     return max(declared, key=ORDER.index, default=NONE.resumes)
 
 
-# what does not go together
+# incompatible options
 
 
 def unsupported(train: TrainOptions, policy: Any) -> Iterator[str]:
-    """List what a policy, an object or a class with ``capabilities``, cannot take."""
+    """List what a policy, an object or a class with ``capabilities``, does not support."""
     for each in asked(train):
         for option, why in each.stage.unfit(each.options, policy) if each.stage else ():
             yield f"train.{each.key}{option and f'.{option}'}: {why}"
 
 
 def idle(train: TrainOptions, why: str) -> Iterator[str]:
-    """List what does nothing where answers come from the data; ``why``: what is missing."""
+    """List what has no effect if answers come from the data; ``why``: what is missing."""
     for key in _that(train, lambda effects: effects.idle_without_samples):
         yield f"train.{key}: {why}, so it would do nothing: leave it out"
 
 
 def renaming(train: TrainOptions) -> Iterator[str]:
-    """List what gives rows other names, by which an objective that follows the reward's gradient
-    draws the noise of their paths again."""
+    """List what renames rows, whose names are the noise key of an objective that uses the reward's
+    gradient."""
     for key in _that(train, lambda effects: effects.renames_rows):
         yield (
             f"train.{key}: this objective draws the noise of every path again, by the names "
@@ -125,7 +125,7 @@ def renaming(train: TrainOptions) -> Iterator[str]:
 
 
 def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:
-    """List what a policy whose samples branch cannot take."""
+    """List what is incompatible with a policy whose samples branch."""
     for key in _that(train, lambda effects: effects.exchanges_rows):
         yield (
             f"train.{key}: it exchanges single answers, and those of a tree share their "
@@ -134,7 +134,7 @@ def unsuited_to_trees(train: TrainOptions) -> Iterator[str]:
 
 
 def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:
-    """List what a policy's ``refill`` would do nothing with."""
+    """List what is incompatible with a policy's ``refill``."""
     for key in _that(train, lambda effects: effects.begins_answers):
         yield (
             f"train.{key}: answers that begin with an earlier one are not refilled, so that "
@@ -143,24 +143,24 @@ def unsuited_to_refill(train: TrainOptions) -> Iterator[str]:
 
 
 def writing_in_parts(train: TrainOptions) -> Iterator[str]:
-    """List the keys of what lets several iterations write an answer."""
+    """List the keys of options by which answers are written over several iterations."""
     return _that(train, lambda effects: effects.writes_in_parts)
 
 
 def unsuited_to_parts(train: TrainOptions, parts: str) -> Iterator[str]:
-    """List what does not go with answers that several iterations write, as ``parts`` lets them."""
+    """List what is incompatible with answers written over several iterations (``parts``)."""
     for each in asked(train):
         effects = each.effects
         if each.key != parts and (effects.looks_at_samples or effects.changes_sampling):
             yield (
-                f"train.{each.key}: it looks at the answers of an iteration, of which "
+                f"train.{each.key}: it needs all answers of an iteration, of which "
                 f"train.{parts} leaves some to the next: leave one of them out"
             )
 
 
 def unsuited_to_workers(train: TrainOptions, ahead: bool) -> Iterator[str]:
-    """List what cannot be had where workers of a cluster sample; ``ahead``: they sample for
-    iterations to come."""
+    """List what is incompatible with sampling on cluster workers; ``ahead``: they sample for later
+    iterations."""
     for each in asked(train):
         elsewhere = each.effects.changes_sampling
         if elsewhere or (ahead and each.effects.looks_at_samples):
@@ -169,7 +169,7 @@ def unsuited_to_workers(train: TrainOptions, ahead: bool) -> Iterator[str]:
 
 
 def unsuited_to_sizes(train: TrainOptions, sizes: int) -> Iterator[str]:
-    """List what cannot be had where rows of the data have so many sizes."""
+    """List what is incompatible with several sizes of rows in the data."""
     for key in _that(train, lambda effects: effects.returns_rows):
         yield (
             f"train.{key}: the rows of data have {sizes} sizes, and remembered samples of one "
@@ -178,17 +178,17 @@ def unsuited_to_sizes(train: TrainOptions, sizes: int) -> Iterator[str]:
 
 
 def pathless(train: TrainOptions) -> Iterator[str]:
-    """List what brings pictures of others, where the objective follows the sampler's path."""
+    """List what adds external pictures, if the objective needs the sampler's path."""
     for key in _that(train, lambda effects: effects.brings_answers):
         yield (
-            f"train.{key}: the objective follows the steps of the sampler, which nobody knows "
-            "of a picture that was made elsewhere; choose one of finished samples, such as "
+            f"train.{key}: the objective needs the sampler's path, which is unknown for external "
+            "pictures; choose one of finished samples, such as "
             "diffusion_dpo, awm or rwr, or give policy_gradient its option sft"
         )
 
 
 def in_dry_run(train: TrainOptions) -> TrainOptions:
-    """Leave out what a dry run, without weights and data, does not take."""
+    """Leave out what a dry run, without weights and data, does not support."""
     left_out = (field for field in fields(TrainOptions) if not of_train(field.name).in_dry_run)
     plain: dict[str, Any] = {field.name: field.default for field in left_out}
     stages = tuple(stage for stage in train.stages if stage.effects.in_dry_run)
@@ -196,7 +196,7 @@ def in_dry_run(train: TrainOptions) -> TrainOptions:
 
 
 def _that(train: TrainOptions, does: Callable[[Effects], bool]) -> Iterator[str]:
-    """List the keys of what ``train`` asks for that has an effect."""
+    """List the active keys of ``train`` that have an effect."""
     return (each.key for each in asked(train) if does(each.effects))
 
 

@@ -1,8 +1,8 @@
-"""Says the commonest mistakes of a configuration before torch and all plug-ins are imported, which
-takes seconds.
+"""Reports the commonest mistakes of a configuration before torch and all plug-ins are imported,
+which takes seconds.
 
-What is said here ``check`` would say in the same words; what the table of ``mmrl.config.known``
-cannot tell it says later: what user code and other packages bring, and how options go together.
+The messages are those of ``check``, which later also covers what the table of ``mmrl.config.known``
+lacks: user code and other packages, and incompatible options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mmrl.config.sections import SECTIONS
 
 
 def first_look(file: Path, overrides: Sequence[str] = (), **use: Any) -> None:
-    """Look at a configuration (``look``), unless torch is loaded already or the table is older than
+    """Check a configuration (``look``), unless torch is already loaded or the table is older than
     the code."""
     if "torch" not in sys.modules and not is_outdated():
         look(file, overrides, **use)
@@ -42,10 +42,10 @@ def look(
     every_stage: bool = False,
     processes: int | None = 1,
 ) -> None:
-    """Raise UserError for what is surely wrong in a configuration.
+    """Raise UserError for definite mistakes in a configuration.
 
     ``sections``: the plug-ins that a command uses, and nothing else; default: all sections.
-    ``every_stage``: of a configuration with stages all are used, else the last. ``processes``: how
+    ``every_stage``: for a configuration with stages check all, else the last. ``processes``: how
     many share the run; None: not known yet.
     """
     stages = load_stages(file, overrides)[1] if every_stage else []
@@ -90,7 +90,7 @@ def _look_at_options(
     config: Config, known: Known, problems: list[str], processes: int | None
 ) -> None:
     for name, cls in SECTIONS.items():
-        missing = name == "train" and config.plain.get(name) is None  # has been said
+        missing = name == "train" and config.plain.get(name) is None  # already reported
         built = None if missing else options_of_section(config, name, cls, problems)
         if isinstance(built, TrainOptions) and processes is not None:
             problems += indivisible(config, built, processes)

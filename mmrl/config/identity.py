@@ -1,4 +1,4 @@
-"""Identifies what a built object is made of by one text: what a cache on disk must not confuse."""
+"""Fingerprints a built object as one text, as a key of disk caches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mmrl.config.schema import Resolved
 from mmrl.core.version import __version__
 
-HEAVY = 2**20  # a larger file is known by size and time, a smaller one by its content
+HEAVY = 2**20  # larger files are identified by size and time, smaller ones by content
 
 
 def identity(value: Any) -> str:
@@ -32,7 +32,7 @@ def identity(value: Any) -> str:
 
 
 def _code(entry: Any) -> str:
-    """Identify code by our version and the content of its file, so that every edit of a user's
+    """Identify code by mmrl's version and the content of its file, so that every edit by a user
     counts."""
     try:
         source = Path(inspect.getsourcefile(entry) or "")

@@ -1,9 +1,10 @@
-"""Knows the plug-ins and their options by a table, without the classes, whose import takes seconds.
+"""Lists the plug-ins and their options in a table, without importing the classes, which takes
+seconds.
 
-``known.json`` is written by ``scripts/dev/known_plug_ins.py`` from the registries. Of each plug-in
-it has the place, ``module:attribute``, the options, and why it cannot be named, where that is so.
-Options are types as they are written, then `` = ...`` or `` = None`` where there is a default.
-``Any`` is a type that a table cannot hold.
+``known.json`` is written by ``scripts/dev/known_plug_ins.py`` from the registries. For each plug-in
+it has the place, ``module:attribute``, the options and, if it cannot be named, the reason. Options
+are types as text, then `` = ...`` or `` = None`` if there is a default. ``Any`` is a type that a
+table cannot express.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from mmrl.core.errors import called
 from mmrl.core.registry import Plugin, Registry, offered
 
 TABLE = Path(__file__).with_name("known.json")
-SLACK = 10.0  # seconds within which an installation writes all files
+SLACK = 10.0  # seconds in which an installation writes all files
 # besides the containers of collections.abc and the constraints of annotated_types
 TYPES = (bool, dict, float, int, list, str, tuple, Annotated, Any, Literal, Location, Path, Union)
 DEFAULTS = {"...": ..., "None": None, "": MISSING}
 
 
 def is_outdated() -> bool:
-    """Tell whether code is newer than the table, as while a plug-in is being written."""
+    """Tell whether code is newer than the table, as during development."""
     newest = max(path.lstat().st_mtime for folder in OURS for path in folder.rglob("*.py"))
     return newest > TABLE.stat().st_mtime + SLACK
 
 
 class Known:
     """Holds a registry for each kind of plug-in whose entries are stand-ins: classes with the same
-    options. ``foreign``: code of the configuration's author will have run before."""
+    options. ``foreign``: code of the configuration's author may register more."""
 
     def __init__(self, foreign: bool = False):
         table = json.loads(TABLE.read_text(encoding="utf-8"))
@@ -53,7 +54,7 @@ class Known:
         self._names = {**names, "plug_in": self.kinds.__getitem__, "record": self._record}
 
     def stand_in(self, name: str, options: Mapping[str, str]) -> type:
-        """Make a class with these options, the types of which are written as text."""
+        """Create a class with these options, whose types are given as text."""
         fields = []
         for option, text in options.items():
             kind, _, default = text.partition(" = ")
@@ -63,7 +64,7 @@ class Known:
         return make_dataclass(name, fields, kw_only=True, repr=False, eq=False)
 
     def _record(self, place: str) -> Any:
-        """Return the stand-in for a dataclass; within itself it is anything."""
+        """Return the stand-in for a dataclass; a recursive reference is ``Any``."""
         if place not in self._made:
             self._made[place] = Any
             self._made[place] = self.stand_in(place.rpartition(":")[2], self._records[place])
@@ -71,7 +72,7 @@ class Known:
 
 
 class StandIns(Registry):
-    """Holds the stand-ins of a kind, which are made when they are asked for."""
+    """Holds the stand-ins of a kind, created on demand."""
 
     def __init__(self, kind: str, known: Known, entries: Mapping[str, Mapping[str, Any]]):
         refused = {name: entry.get("refused", "") for name, entry in entries.items()}
@@ -87,11 +88,10 @@ class StandIns(Registry):
         return entry
 
     def __missing__(self, name: str) -> Plugin:
-        raise KeyError(name)  # the table is whole
+        raise KeyError(name)  # the table is complete
 
     def find(self, name: str) -> Plugin:
-        """Return the stand-in; ``unseen`` where only code that has not been run knows the name,
-        or may have put something else in its place."""
+        """Return the stand-in; ``unseen`` if code that has not run yet may define the name."""
         self.known.foreign |= ":" in name
         if self.known.foreign or (name not in self and _others_offer()):
             return unseen
@@ -99,5 +99,5 @@ class StandIns(Registry):
 
 
 def _others_offer() -> bool:
-    """Tell whether installed packages bring plug-ins, of any kind."""
+    """Tell whether installed packages provide plug-ins, of any kind."""
     return any(group.startswith("mmrl.") for group in offered())

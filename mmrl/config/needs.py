@@ -16,10 +16,10 @@ SHOWN = 8  # fields of the data named in a message
 
 
 def wrong_media(rewards: Mapping[str, Plugin], policy: object) -> Iterator[tuple[str, str]]:
-    """List (reward, sentence) for rewards that do not judge what the policy makes.
+    """List (reward, sentence) for rewards that do not judge the policy's medium.
 
     ``policy``: the class or the object; its capability ``makes`` is "image", "video" or "text",
-    None where it cannot say.
+    None if unknown.
     """
     can = capabilities_of(policy)
     makes = None if can is None else can.makes
@@ -40,8 +40,7 @@ def wrong_media(rewards: Mapping[str, Plugin], policy: object) -> Iterator[tuple
 def missing_fields(
     rewards: Mapping[str, Plugin], fields: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """List (reward, sentence) for rewards that need a field which the data source declares for no
-    prompt."""
+    """List (reward, sentence) for rewards that need a field which the data source never has."""
     for name, reward in rewards.items():
         for field in _card(reward).needs:
             if field not in fields:
@@ -50,7 +49,7 @@ def missing_fields(
 
 def without_gradient(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
     """List (reward, sentence) for rewards that do not declare a gradient, which the objective
-    follows."""
+    needs."""
     why = (
         "it has no gradient, which this objective follows; take one that docs/rewards.md "
         "calls differentiable, declare "
@@ -60,7 +59,8 @@ def without_gradient(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]
 
 
 def refusals(place: Place, unfit: Iterable[tuple[str, str]]) -> list[str]:
-    """Say which rewards of a section cannot be used, why, and how the command line takes others."""
+    """Say which rewards of a section cannot be used, why, and how to choose others on the command
+    line."""
     override = f"{place}={'{}' if len(place.path) > 1 else '{my_reward.py:score: 1}'}"
     return [
         (place / name).say(f"reward {name!r} cannot be used: {why}; without it: {override}")
@@ -69,7 +69,7 @@ def refusals(place: Place, unfit: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def without_memory(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
-    """List (reward, sentence) for rewards that remember training, where nothing tells them."""
+    """List (reward, sentence) for rewards that keep state over training, if nothing updates it."""
     why = (
         "it remembers the iterations of training, which a reward of evaluate.reward never sees; "
         "put it below `reward:` with weight 0, where it is measured too"
@@ -80,7 +80,7 @@ def without_memory(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
 def missing_values(
     rewards: Mapping[str, Plugin], prompts: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """List (reward, sentence) for rewards that need a field which some prompt lacks."""
+    """List (reward, sentence) for rewards that need a field which some prompts lack."""
     for name, reward in rewards.items():
         for field in _card(reward).needs:
             bare = [prompt for prompt in prompts if prompt.get(field) is None]

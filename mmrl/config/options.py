@@ -27,13 +27,13 @@ LossAggMode = Literal[
 
 @dataclass(frozen=True)
 class SlowFast:
-    """Takes several fast steps on the rows of one optimizer step, goes back a part of the way, and
+    """Takes several fast steps on the rows of one optimizer step, moves back part of the way, and
     takes one slow step from there: Slow-Fast Policy Optimization (SFPO).
 
     Wang et al. 2025, "Slow-Fast Policy Optimization: Reposition-Before-Update for LLM Reasoning":
     from weights w_0 ``fast_steps`` steps lead to w_K; the slow step starts at
-    w_0 + ``reposition`` (w_K - w_0). ``iterations``: in which this is done, plain steps follow;
-    null: in all. (The paper stops by the entropy; this stops by the iteration.)
+    w_0 + ``reposition`` (w_K - w_0). ``iterations``: number of first iterations with it; null: all.
+    (The paper stops by the entropy; this stops by the iteration.)
     """
 
     fast_steps: Count = 3
@@ -43,15 +43,14 @@ class SlowFast:
 
 @dataclass(frozen=True)
 class RewardGradients:
-    """Weighs several rewards by their gradients (Lu et al. 2025, "Learning to optimize
+    """Weights several rewards by their gradients (Lu et al. 2025, "Learning to optimize
     multi-objective alignment through dynamic reward weighting").
 
     In every iteration the share of a reward in the sum is multiplied by e^(rate I), I the product
-    of the gradient under this reward alone with the sum of all of them; equal shares leave the
-    weights of the configuration as they are. ``measure``: the product (the paper), or its cosine,
-    which does not depend on scales (our addition). ``least``: this part of all shares stays
-    equally divided. It costs a pass forward and backward over all rows for each reward, and one
-    more.
+    of the gradient under this reward alone with the sum of all of them; equal shares keep the
+    weights of the configuration. ``measure``: the product (the paper), or its cosine, which does
+    not depend on scales (our addition). ``least``: this part of the shares stays uniform. It costs
+    a forward and backward pass over all rows for each reward, plus one.
     """
 
     rate: Positive = 1.0
@@ -61,17 +60,17 @@ class RewardGradients:
 
 @dataclass(frozen=True)
 class Budget:
-    """Ends a run with the iteration in which one of these is spent. ``cpu_seconds``: processor time
-    of the process in iterations: sampling, rewards, updates; not evaluation, previews or saving.
-    ``samples``: drawn, those of replaced groups too. ``forwards``: rows through the network of one
-    process. A resumed run goes on counting."""
+    """Ends a run after the iteration in which a limit is reached. ``cpu_seconds``: CPU time of the
+    process in iterations: sampling, rewards, updates; not evaluation, previews or saving.
+    ``samples``: drawn, also for replaced groups. ``forwards``: rows through the network of one
+    process. A resumed run continues counting."""
 
     cpu_seconds: Positive | None = None
     samples: Count | None = None
     forwards: Count | None = None
 
     def spent(self, sums: Mapping[str, float]) -> str:
-        """Say which limit ``sums``, by the names of the fields, has reached; empty: none."""
+        """Return the limit that ``sums``, by field name, has reached; empty: none."""
         limits = {f.name: getattr(self, f.name) for f in fields(self)}
         reached = [
             f"{limit:g} {name}"
@@ -84,10 +83,10 @@ class Budget:
 @dataclass(frozen=True)
 class ContextParallel:
     """Splits the sequence of a sample over neighbouring processes, by diffusers' context
-    parallelism. They hold the same rows, and count as one process in what must divide.
+    parallelism. They hold the same rows, and count as one process in divisibility rules.
 
-    ``ulysses_degree``: processes that exchange attention heads. ``ring_degree``: processes around
-    which keys and values go, for ``policy.attention: flash``.
+    ``ulysses_degree``: processes that exchange attention heads. ``ring_degree``: processes in a
+    ring that passes keys and values, for ``policy.attention: flash``.
     """
 
     ulysses_degree: Count = 1
@@ -107,8 +106,8 @@ class TrainOptions:
     group_size: Count  # samples of each prompt: the group that advantages compare
     train_batch_size: Count  # rows (samples) of an optimizer step
     iterations: Annotated[Natural, FREE_AT_RESUME]  # rollouts; 0 only writes the first checkpoint
-    seed: Annotated[Natural, REFUSED_AT_RESUME] = 0  # seeds everything random
-    # parts of a rollout: the rewards of one are computed while the next is sampled
+    seed: Annotated[Natural, REFUSED_AT_RESUME] = 0  # seed of all random numbers
+    # chunks of a rollout: the rewards of one are computed while the next is sampled
     reward_overlap_chunks: Annotated[
         Count, Effects(resumes="free", in_dry_run=False, idle_without_samples=True)
     ] = 1
@@ -119,53 +118,53 @@ class TrainOptions:
     warmup_steps: Natural = 0  # optimizer steps in which the learning rate rises linearly
     # shape of the learning rate after the warm-up
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    # fast steps and a step back before every optimizer step; null: none
+    # SFPO: fast steps and a step back before every optimizer step; null: none
     slow_fast: SlowFast | None = None
-    # weights of several rewards that follow their gradients; null: as in the configuration
+    # weights of several rewards that follow their gradients; null: fixed
     reward_gradients: RewardGradients | None = None
     # gradients are clipped to this global norm; null: not clipped
     max_grad_norm: Positive | None = 1.0
     # mixed precision of the forward pass
     precision: Annotated[Literal["fp32", "bf16", "fp16"], LEFT_OUT] = "fp32"
-    # recompute activations: less memory, about a third more time
+    # gradient checkpointing: less memory, about a third more time
     gradient_checkpointing: Annotated[bool, SPEED] = False
-    # the sequence of a sample over several processes; null: every process has rows of its own
+    # sequence of a sample over several processes; null: each process has its own rows
     context_parallel: Annotated[ContextParallel | None, FREE_AT_RESUME] = None
-    # processes that hold one copy of the weights together (FSDP2); null: all processes
+    # processes that share one copy of the weights (FSDP2); null: all processes
     shard_size: Annotated[Count | None, FREE_AT_RESUME] = None
     # decay of the moving average of the weights; null: none
     ema: Annotated[float, Ge(0), Lt(1)] | None = None
     ema_update_interval: Count = 1  # optimizer steps between its updates
     loss_agg_mode: LossAggMode = "token_mean"  # what has equal weight in the loss
-    # leave rows of advantage 0 out of the update's passes: the gradient is the same
+    # skip rows of advantage 0 in the update: the gradient is the same
     skip_zero_advantage: bool = False
-    # decisions by which a loss that sums them is divided; null: those of the longest answer
+    # divisor of a loss that sums decisions; null: the decisions of the longest answer
     loss_denominator: Annotated[Count | None, LEFT_OUT] = None
-    # answers cut off at the limit count in advantages, but are not trained on
+    # truncated answers count in advantages, but are not trained on
     mask_truncated_completions: Annotated[bool, Effects(idle_without_samples=True)] = False
-    # (iteration, tokens): the limit of answers from that iteration on
+    # (iteration, tokens): maximum answer length from that iteration on
     max_new_tokens_schedule: tuple[tuple[Natural, Count], ...] = ()
     # rounds in which groups of equal rewards are replaced by groups of other prompts
     dynamic_sampling_rounds: Natural = 0
     # std of a group's rewards up to which they count as equal
     dynamic_sampling_min_std: Annotated[float, Ge(0)] = 0.0
-    # compared answers of the data in place of samples; null: the policy samples
+    # preference pairs of the data instead of samples; null: the policy samples
     preferences: Annotated[Preferences | None, LEFT_OUT] = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
-    # what chooses, changes or adds rows of an iteration; your own act last, in this order
+    # stages that select, change or add rows of an iteration; yours run last, in this order
     stages: tuple[Annotated[Any, STAGES], ...] = ()
     # tolerated |re-scored - recorded log-prob| before the first step
     logprob_tolerance: Annotated[Positive | Literal["auto"] | None, FREE_AT_RESUME] = "auto"
-    # compute a rollout's log-probs once more before training on it
+    # recompute a rollout's log-probs before training on it
     recompute_old_logprob: bool | Literal["auto"] = "auto"
     # iterations between checkpoints; 0: only at the end
     save_every: Annotated[Natural, FREE_AT_RESUME] = 50
-    # minutes after which it is saved as well; null: never
+    # minutes between further checkpoints; null: none
     save_minutes: Annotated[Positive | None, FREE_AT_RESUME] = None
     # number of newest checkpoints to keep on disk
     save_total_limit: Annotated[Count, FREE_AT_RESUME] = 3
-    # save and keep, besides, the checkpoint whose held-out score is the best so far
+    # also save and keep the checkpoint with the best held-out score
     save_best: Annotated[bool, FREE_AT_RESUME] = False
     # iterations between evaluations; 0: never during training
     evaluate_every: Annotated[Natural, FREE_AT_RESUME] = 0
@@ -177,7 +176,7 @@ class TrainOptions:
     timeout: Annotated[Positive, FREE_AT_RESUME] = 1800.0
     # seconds after which the run saves and ends cleanly
     time_limit: Annotated[Positive | None, FREE_AT_RESUME] = None
-    # what the run may spend; null: all its iterations
+    # budget of the run; null: all its iterations
     budget: Annotated[Budget | None, FREE_AT_RESUME] = None
 
 
@@ -186,11 +185,11 @@ class EvaluateOptions:
     """Holds the options of evaluation on held-out prompts."""
 
     prompts: Count = 64  # number of held-out prompts, from the first
-    # half of the held-out prompts: settings are chosen on development, numbers reported of test
+    # half of the held-out prompts: choose settings on development, report numbers on test
     split: Literal["all", "development", "test"] = "all"
     num_samples: Annotated[int, Ge(1), Le(10**6)] = 4  # samples of each prompt
-    seed: Natural = 1  # seeds the initial noise: the same before and after training
+    seed: Natural = 1  # seed of the initial noise: the same before and after training
     # rewards that are only measured, as in ``reward``
     reward: dict[str, Any] = field(default_factory=dict)
-    # guidance scales at which the base model is evaluated too
+    # guidance scales at which the base model is also evaluated
     guidance: list[Annotated[float, Ge(0)]] = field(default_factory=list)

@@ -36,12 +36,12 @@ SECTIONS = (
 )
 
 
-# where overrides come from, for messages; ``mmrl.api`` says that they were an argument
+# source of overrides, for messages; ``mmrl.api`` sets it to an argument
 WRITTEN_IN: ContextVar[str] = ContextVar("WRITTEN_IN", default="command line")
 
 
 def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], override: str) -> None:
-    """Set one value; the marks of what it replaces are removed, its own mark is the override
+    """Set one value; the marks of replaced values are removed, and its mark is the override
     itself."""
     source = f"{WRITTEN_IN.get()}: {override}"
     name, equals, text = override.partition("=")
@@ -66,13 +66,13 @@ def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], over
     for known in [known for known in marks if known[: len(path)] == path]:
         del marks[known]
     for length in range(2, len(path) + 1):
-        marks.setdefault(path[:length], source)  # also of the sections opened on the way
+        marks.setdefault(path[:length], source)  # also of the sections created on the way
     marks[path] = source
 
 
 def split_keys(name: str, plain: Any) -> list[str]:
-    """Split a dotted path into keys; a key that itself has dots (``my.module:fn``) is found among
-    the existing ones."""
+    """Split a dotted path into keys; a key with dots (``my.module:fn``) is found among the existing
+    ones."""
     keys: list[str] = []
     rest = name.split(".")
     while rest:
@@ -90,7 +90,7 @@ def split_keys(name: str, plain: Any) -> list[str]:
 
 
 def _is_plug_in(inner: Mapping[str, Any], path: Sequence[str]) -> bool:
-    """Tell whether this is ``{name: {options}}``, as far as that can be seen without the schema."""
+    """Tell whether this looks like ``{name: {options}}``, without the schema."""
     if len(inner) != 1 or path[-1] == "reward":
         return False
     return path[0] in PLUGGED and (

@@ -1,4 +1,4 @@
-"""Computes how the sizes of an iteration divide over processes, steps and passes."""
+"""Divides the sizes of an iteration over processes, steps and passes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 
-MOST_ROWS = 10**8  # samples of an iteration, whose bookkeeping alone fills a machine
+MOST_ROWS = 10**8  # samples of an iteration whose bookkeeping alone would fill a machine
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Says what one iteration does. ``warnings`` are sentences for the user."""
+    """Holds the sizes of one iteration. ``warnings`` are sentences for the user."""
 
     rows: int  # samples of an iteration: prompts_per_iteration * group_size
     steps: int  # optimizer steps of an epoch over them
@@ -22,7 +22,7 @@ class Plan:
     prompts_per_process: int
     rows_per_process: int
     rows_per_step: int  # rows of an optimizer step on one process
-    # rows of a forward pass on one process; the most there could be where they are measured
+    # rows of a forward pass on one process; the maximum if measured
     micro_batch: int
     accumulation: int  # forward passes of an optimizer step; the last may be smaller
     warnings: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Plan:
 
 def arithmetic(train: TrainOptions, processes: int = 1, supervised: bool = False) -> Plan:
     """Compute how the sizes divide over processes, steps and micro-batches. ``supervised``: answers
-    come from the data, or are compared by nothing, so that groups of one are as they should be.
+    come from the data or are not compared, so that groups of one are fine.
 
     Raises UserError naming every key that does not fit and the nearest values that would.
     """
@@ -55,12 +55,12 @@ def arithmetic(train: TrainOptions, processes: int = 1, supervised: bool = False
 
 
 def _size(train: TrainOptions) -> int | None:
-    """Return how many rows a pass has by the configuration; None: as many as it could."""
+    """Return the configured rows of a pass; None: the maximum."""
     return None if train.micro_batch_size == "auto" else train.micro_batch_size
 
 
 def _step_rounds(train: TrainOptions) -> int:
-    """Count how often a run goes through the optimizer steps of an epoch, fast ones included."""
+    """Count the passes of a run over the optimizer steps of an epoch, fast steps included."""
     if train.slow_fast is None:
         return train.iterations
     several = train.slow_fast.iterations

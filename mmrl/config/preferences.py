@@ -1,4 +1,4 @@
-"""Options of ``train.preferences``: answers in the data that somebody has compared."""
+"""Options of ``train.preferences``: preference pairs in the data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmrl.core.errors import UserError
 
 @dataclass(frozen=True)
 class Preferences:
-    """Trains on answers in the data that somebody has compared: nothing is sampled or rewarded.
+    """Trains on preference pairs in the data: nothing is sampled or rewarded.
 
     A prompt's group is the better and the worse of its two answers, and any objective that compares
     samples of a group by their likelihood or denoising error learns from it: dpo, ipo, simpo, kto,
@@ -20,9 +20,9 @@ class Preferences:
     (of a conversation the last turn counts), pictures or videos. ``path``: or a .jsonl file of
     lines {"prompt", "chosen", "rejected"}, as ``mmrl label`` and ``mmrl view --rate`` write it,
     whose "prompt" repeats the field ``key`` of a row; of several lines for a prompt an iteration
-    takes one by lot, and prompts without any are left out of training. ``label``: or the field that
-    says of a row's one answer, in the field ``answer``, whether it is good (true, 1) or bad (false,
-    0, -1), for kto; ``train.group_size`` is then 1.
+    takes one at random, and prompts without any are left out of training. ``label``: or the field
+    that labels a row's single ``answer`` as good (true, 1) or bad (false, 0, -1), for kto;
+    ``train.group_size`` is then 1.
     """
 
     chosen: str = "chosen"
@@ -40,7 +40,7 @@ class Preferences:
 
     @property
     def group_size(self) -> int:
-        """Return how many answers a prompt has."""
+        """Return the number of answers of a prompt."""
         return 2 if self.label is None else 1
 
 
@@ -49,7 +49,7 @@ def unfit_for_preferences(
 ) -> Iterator[str]:
     """List sentences, each beginning with the key, about what cannot be trained on preferences.
 
-    ``objective``: one, or a class; ``policy``: one, a class, or what makes one.
+    ``objective``: an object or a class; ``policy``: an object, a class or a factory.
     """
     from mmrl.policies.capabilities import capabilities_of
     from mmrl.policies.contracts import Demonstrates
@@ -76,8 +76,8 @@ def unfit_for_preferences(
         and getattr(objective, "num_noise_draws", 1) is None
     ):
         yield (
-            "train.preferences: nobody knows the sampler's path to a picture that was made "
-            "elsewhere: set the objective's num_noise_draws, or choose diffusion_dpo"
+            "train.preferences: the sampler's path to an external picture is unknown: "
+            "set the objective's num_noise_draws, or choose diffusion_dpo"
         )
     if preferences.label is not None and not objective.requires.unpaired:
         yield (

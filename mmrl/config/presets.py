@@ -1,10 +1,10 @@
-"""Presets write out as configuration the choices that other code bases and papers make implicitly.
+"""Presets make the implicit choices of other code bases and papers explicit as configuration.
 
 The table is ``presets.yaml``. ``preset: trl/dapo`` fills ``advantage``, ``objective`` and
-``train``, and for flow models how they sample (options of ``policy``), where the configuration says
-nothing itself. Of an objective that is written it fills the options, where that objective has them;
-another one is refused (``unreached``). What those of TRL and verl set is locked by tests to losses
-and gradients of the published functions (TRL 1.16, verl).
+``train``, and for flow models sampling options of ``policy``, unless set in the configuration. For
+a given objective it fills the options that the objective has; an incompatible one is refused
+(``unreached``). Those of TRL and verl are tested against losses and gradients of the published
+functions (TRL 1.16, verl).
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ SURROGATE_TAKERS = ("policy_gradient", "masked", "unified", "clip_cov")
 
 @cache
 def presets() -> dict[str, Sections]:
-    """Read the table, when a preset is named: every command would wait for it."""
+    """Read the table, only when a preset is named, since it is slow."""
     file = Path(__file__).with_suffix(".yaml")
     table: dict[str, Sections] = read(file.read_text(encoding="utf-8"), file.name)[0]
     return table
 
 
 def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
-    """Say why the preset ``name`` leaves the objective that the configuration has as it was; None
-    if it does not."""
+    """Say why the preset ``name`` has no effect on the configured objective; None if it has."""
     (preset_objective,) = presets()[name]["objective"]
     written = plain.get("objective")
     objective = next(iter(written), None) if isinstance(written, Mapping) else written
@@ -103,8 +102,7 @@ def _takes(objective: str, preset_objective: str) -> bool:
 
 
 def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
-    """Return the configuration with what the preset ``name`` adds; whatever is written already
-    stays."""
+    """Return the configuration with the preset ``name`` applied; existing values are kept."""
     if not isinstance(name, str) or name not in presets():
         raise UserError(f"unknown preset {name!r}; {suggest(str(name), presets())}")
     preset = copy.deepcopy(presets()[name])
@@ -124,8 +122,8 @@ def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
 
 
 def _merged(preset: Any, given: Any) -> Any:
-    """Merge options of the preset's plug-in under those given for it, or for another that takes
-    them as well."""
+    """Merge options of the preset's plug-in under those given for it, or for another plug-in that
+    has them."""
     (name, options) = next(iter(preset.items())) if isinstance(preset, Mapping) else (preset, {})
     if given is None or given == name:
         return preset

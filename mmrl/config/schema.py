@@ -1,8 +1,8 @@
 """Converts a configuration to typed values, with the constructor's signature as the schema.
 
-``resolve`` looks a name up and converts its options without building anything, so that a whole
+``resolve`` looks up a name and converts its options without building anything, so that a whole
 configuration can be checked first; ``construct`` then calls the constructors, innermost first.
-Nothing is guessed: text never becomes a number, 4.5 never becomes 4, and every refusal names the
+Nothing is guessed: text never becomes a number, 4.5 never becomes 4, and every error names the
 place and what was expected.
 """
 
@@ -36,19 +36,19 @@ from mmrl.core.registry import (
 PACKAGE = Path(__file__).parents[1]
 OURS = (PACKAGE, PACKAGE.parent / "rewards", PACKAGE.parent / "samplers")
 
-# by kind, in place of those that name plug-ins: stand-ins, as long as nothing heavy is imported
+# registries of stand-ins by kind, used until heavy modules are imported
 REGISTRIES: ContextVar[Mapping[str, Registry] | None] = ContextVar("REGISTRIES", default=None)
-MOST_NAMES = 13  # options of which a message lists all, though it has said which is meant
-BAD = object()  # what a conversion returns after it has reported a problem
+MOST_NAMES = 13  # up to this number of options a message lists all, even after a suggestion
+BAD = object()  # returned by a conversion that has reported a problem
 
 
 def in_use(registry: Registry) -> Registry:
-    """Return the registry, or what stands in for it."""
+    """Return the registry, or its stand-in."""
     return (REGISTRIES.get() or {}).get(registry.kind, registry)
 
 
 def unseen() -> None:
-    """Stand for a plug-in of which nothing is known as long as its code has not been run."""
+    """Placeholder for a plug-in whose code has not run yet."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Resolved:
     entry: Plugin
     options: dict[str, Any]
     place: Place
-    later: bool = False  # what it is an option of gets a function that builds it
+    later: bool = False  # its owner gets a function that builds it
 
 
 def resolve(
@@ -147,14 +147,15 @@ def _names_of(registry: Registry, name: str) -> list[str]:
 
 
 def _elsewhere(place: Place, key: Any, value: Any) -> str:
-    """Say how a file of prompts is read, where a data source that makes its own is given one."""
+    """Say how to read a file of prompts, if one is given to a data source that generates its
+    own."""
     if key != "path" or place.path[:1] != ("data",):
         return ""
     return f"; prompts of a file: data={{prompts: {{path: {value}}}}}"
 
 
 def _called_here(name: str, known: Collection[str]) -> str:
-    """Say what an unknown option may be called here; "" where nothing is near."""
+    """Suggest the name of an unknown option; "" if none is near."""
     own_name = NAMES_OF_THE_FIELD.get(("option", name))
     if own_name in known:
         return f"it is called {own_name!r} here"
@@ -163,7 +164,7 @@ def _called_here(name: str, known: Collection[str]) -> str:
 
 
 def _as_stage(place: Place, key: Any, value: Any) -> str:
-    """Say how a stage is named, where it is taken for an option of ``train``."""
+    """Say how to name a stage that is given as an option of ``train``."""
     stages = in_use(STAGES)
     if place.path != ("train",) or not (value is None or isinstance(value, Mapping)):
         return ""
@@ -198,7 +199,7 @@ def resolve_call(
     before = len(problems)
     name = name or str(place.path[-1] if place.path else entry.__name__)
     takes = f" ({name} takes: {', '.join(known) or 'no options'})"
-    short = takes if len(known) <= MOST_NAMES else ""  # where the message says what to write
+    short = takes if len(known) <= MOST_NAMES else ""  # if the message says what to write
     converted = {}
     for key, value in chosen.items():
         if key not in known:
@@ -265,7 +266,7 @@ def construct(value: Any, **context: Any) -> Any:
 
 
 def convert(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
-    """Convert ``value`` as the annotation ``kind`` wants it."""
+    """Convert ``value`` to the annotation ``kind``."""
     origin = get_origin(kind)
     if kind is Any or kind is object:
         return value
@@ -377,7 +378,7 @@ def _union(value: Any, choices: tuple[Any, ...], place: Place, problems: list[st
 
 
 def _alike(value: Any, choice: Any) -> bool:
-    """Tell whether this is the alternative the user meant, by the shape of what was written."""
+    """Tell whether this is the alternative the user meant, by the shape of the value."""
     base, *metadata = get_args(choice) if get_origin(choice) is Annotated else (choice,)
     plug_in = any(isinstance(item, Registry) for item in metadata)
     origin = get_origin(base) or base

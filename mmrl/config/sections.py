@@ -27,7 +27,7 @@ class LogOptions:
     init_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
     project: str = "mmrl"
     every: Annotated[int, Ge(1)] = 1
-    # iterations between those whose texts are kept for the report; 0: none
+    # iterations between texts kept for the report; 0: none
     rollouts: Annotated[int, Ge(0)] = 10
 
     def __post_init__(self) -> None:
@@ -38,23 +38,24 @@ class LogOptions:
             )
 
     def trackers(self) -> list[str]:
-        """Return the trackers of a run; ``tensorboard`` and ``wandb`` are short for two of them."""
+        """Return the trackers of a run; ``tensorboard`` and ``wandb`` are shorthands for two of
+        them."""
         switches = {"tensorboard": self.tensorboard, "wandb": self.wandb}
         return list(dict.fromkeys([n for n, on in switches.items() if on] + [*self.report_to]))
 
 
 @dataclass(frozen=True)
 class AlarmOptions:
-    """Holds ``alarms:`` of a configuration. An alarm is an event and a line on the terminal; it
-    changes nothing, unless ``stop`` ends a run that cannot learn."""
+    """Holds ``alarms:`` of a configuration. An alarm is an event and a line on the terminal; it has
+    no effect, unless ``stop`` ends a run that cannot learn."""
 
     enabled: bool = True
     # iterations in a row with nothing to learn from, after which there is an alarm
     patience: Annotated[int, Ge(1)] = 2
     stop: bool = False  # that alarm ends the run, saved, with exit status 3
-    # iterations that a trend is looked for in; also in 4 and 16 times as many
+    # window of the trend tests in iterations; also 4 and 16 times as many
     window: Annotated[int, Ge(20)] = 40
-    z: Annotated[float, Gt(0)] = 5.0  # standard errors a trend must be away from none
+    z: Annotated[float, Gt(0)] = 5.0  # standard errors of a significant trend
     # share of the first diversity below which there is an alarm
     diversity: Annotated[float, Gt(0), Lt(1)] = 0.5
     contrast: Annotated[float, Gt(0), Lt(1)] = 0.5  # the same of the first contrast
@@ -72,7 +73,7 @@ class AlarmOptions:
 @dataclass(frozen=True)
 class RayOptions:
     """Holds the options of ``ray``: what ``mmrl train --engine ray`` places on a cluster. The
-    workers of a reward are set beside it (``place: ray``)."""
+    workers of a reward are set in its options (``place: ray``)."""
 
     # of a running cluster, host:port; null: RAY_ADDRESS, else one of this machine alone is begun
     address: str | None = None

@@ -1,9 +1,9 @@
-"""Reads ``stages``: several trainings in one configuration, each beginning with the weights of the
-one before.
+"""Reads ``stages``: several trainings in one configuration, each starting from the weights of the
+previous one.
 
-Everything beside ``stages`` holds for all of them. What a stage writes itself comes first: options
-of ``train``, ``evaluate``, ``log`` and ``alarms`` one by one, those of a plug-in one by one where
-the stage names the same plug-in, and other sections as a whole.
+Everything outside ``stages`` applies to all of them. A stage's own values take precedence: options
+of ``train``, ``evaluate``, ``log`` and ``alarms`` one by one, those of a plug-in one by one if the
+stage names the same plug-in, and other sections as a whole.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 def names(plain: Mapping[Any, Any], marks: Marks) -> list[str]:
-    """List the stages of a configuration in order; none where it has none. UserError where they
-    are not written as they should be."""
+    """List the stages of a configuration in order, if any. UserError if they are malformed."""
     stages = plain.get("stages")
     if stages is None:
         return []
@@ -86,7 +85,7 @@ def _merged(section: str, outer: Any, inner: Any) -> Any:
 
 
 def _named(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return name and options of a plug-in, as far as that can be seen; None otherwise."""
+    """Return name and options of what looks like a plug-in; else None."""
     if isinstance(value, str):
         return value, {}
     if isinstance(value, Mapping) and len(value) == 1:
@@ -97,8 +96,8 @@ def _named(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def misfits(stages: Mapping[str, Mapping[Any, Any]]) -> Iterator[str]:
-    """List sentences about stages that cannot take up the weights of the one before; ``stages``
-    are the configurations of all, in order."""
+    """List sentences about stages that cannot load the weights of the previous one; ``stages`` are
+    the configurations of all, in order."""
     before: tuple[str, dict[str, Any]] | None = None
     last = ""
     for name, plain in stages.items():

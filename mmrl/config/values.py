@@ -1,7 +1,6 @@
-"""Handles single values of a configuration: where they stand, how they are shown, what each
-becomes.
+"""Handles single values of a configuration: their place, display and conversion.
 
-A conversion raises ValueError, with the reason if it is more than the wrong kind of thing.
+A conversion raises ValueError, with the reason if it is not just a wrong type.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SHORT.maxlevel = 3
 
 @dataclass(frozen=True)
 class Place:
-    """Says where a value stands: its path of keys, and by ``marks`` the line it was read from."""
+    """Locates a value: its path of keys and, by ``marks``, its line."""
 
     path: tuple[Any, ...] = ()
     marks: Mapping[tuple[Any, ...], str] = field(default_factory=dict, repr=False)
@@ -50,8 +49,8 @@ class Place:
         return ".".join(str(key) if str(key).isprintable() else repr(key) for key in self.path)
 
     def source(self) -> str:
-        """Return ``file:line`` or ``command line: a.b=c`` of the value or of the nearest thing
-        around it; may be empty."""
+        """Return ``file:line`` or ``command line: a.b=c`` of the value or its nearest parent; may
+        be empty."""
         for length in range(len(self.path), -1, -1):
             if mark := self.marks.get(self.path[:length]):
                 return mark
@@ -113,7 +112,7 @@ def _text(value: Any, place: Place) -> str:
 
 
 def _path(value: Any, place: Place) -> Path:
-    """Resolve a path relative to the working directory, else beside the configuration file."""
+    """Resolve a path relative to the working directory, else to the configuration file."""
     if not isinstance(value, (str, Path)) or str(value) == "" or "\0" in str(value):
         raise ValueError
     path = Path(value)
@@ -128,7 +127,7 @@ class Location(str):
 
 
 def _location(value: Any, place: Place) -> Location:
-    """Resolve a path as ``_path`` does; what is no file is left as it is, such as a Hub's id."""
+    """Resolve a path as ``_path`` does; anything else is unchanged, such as a hub id."""
     path = _path(value, place)
     if place.folder and is_pattern(str(value)) and lies_beside(str(value), place.folder):
         return Location(str(place.folder / str(value)))
@@ -162,7 +161,7 @@ def _nothing(value: Any, place: Place) -> None:
 
 
 def expected(kind: Any) -> str:
-    """Say in words what to write."""
+    """Describe in words what to write."""
     if isinstance(kind, tuple) or get_origin(kind) in (Union, UnionType):
         names = [
             expected(choice) for choice in (kind if isinstance(kind, tuple) else get_args(kind))

@@ -17,7 +17,7 @@ from mmrl.config.values import show
 from mmrl.core.errors import UserError
 
 TAG = "tag:yaml.org,2002:"
-_MOST = 20_000  # values in one file: aliases can multiply without end
+_MOST = 20_000  # values in one file: aliases can multiply without bound
 _RESOLVERS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -59,8 +59,8 @@ def write(plain: Any) -> str:
 
 
 def read(text: str, source: str) -> tuple[Any, dict[tuple[Any, ...], int]]:
-    """Return the plain value and the line (from 1) of every path of keys. Raises UserError naming
-    line and column."""
+    """Return the plain value and the line (from 1) of every key path. Raises UserError naming line
+    and column."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()

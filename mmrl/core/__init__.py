@@ -1,1 +1,1 @@
-"""Holds the records, distributions and registries that every room uses."""
+"""Holds the records, distributions and registries that all other packages use."""

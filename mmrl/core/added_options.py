@@ -1,8 +1,8 @@
-"""Lets a subclass add options by fields alone, and keep the constructor of its base.
+"""Lets a subclass add options as fields, and keep the constructor of its base.
 
-``@dataclass class Mine(PolicyGradient): extra: float = 2.0`` would write a constructor that knows
-the field and forgets the base's; without ``@dataclass`` the field would be no option at all. A
-base that calls ``keep_constructor`` from ``__init_subclass__`` spares both: ``Mine(extra=3.0,
+``@dataclass class Mine(PolicyGradient): extra: float = 2.0`` would write a constructor that has the
+field but not the base's options; without ``@dataclass`` the field would not be an option. A base
+that calls ``keep_constructor`` from ``__init_subclass__`` avoids both: ``Mine(extra=3.0,
 clip_range=0.1)`` sets up the base, then the field.
 """
 
@@ -13,14 +13,14 @@ import inspect
 from dataclasses import MISSING, Field
 from typing import Any, ClassVar, get_origin
 
-WRITTEN = "_adds_options"  # attribute of the constructors that are written here
+WRITTEN = "_adds_options"  # marks the constructors generated here
 
 
 def keep_constructor(cls: type) -> None:
     """Give a class that adds annotated fields, and has no constructor itself, one that takes them
-    and all options of its base. A dataclass keeps a constructor that is there.
+    and all options of its base. A dataclass keeps an existing constructor.
 
-    Left alone are bases that are dataclasses, whose own rules hold, or that have no constructor.
+    Skips bases that are dataclasses, whose own rules apply, or that have no constructor.
     """
     base = next(c for c in cls.__mro__ if "__init__" in vars(c))
     is_dataclass = "__dataclass_params__" in vars(base) and not is_kept(base)
@@ -53,13 +53,13 @@ def is_kept(cls: type) -> bool:
 
 
 def parameters_of(cls: type) -> list[inspect.Parameter]:
-    """Return the options that the fields of such a class add, annotations as they are written.
-    What has no value is one of a dataclass only: elsewhere it tells the type of an attribute."""
+    """Return the options that the fields of such a class add, annotations unresolved. A field
+    without a value is an option only in a dataclass: elsewhere it annotates an attribute."""
     needed = "__dataclass_params__" in vars(cls)
     parameters = []
     for name, annotation in added_fields(cls).items():
         default = vars(cls).get(name, inspect.Parameter.empty)
-        if isinstance(default, Field):  # of a class that is no dataclass
+        if isinstance(default, Field):  # of a class that is not a dataclass
             default = _of_field(default)
         if name in getattr(cls, "__dataclass_fields__", {}):
             default = _of_field(cls.__dataclass_fields__[name])  # type: ignore[attr-defined]
@@ -70,11 +70,11 @@ def parameters_of(cls: type) -> list[inspect.Parameter]:
 
 
 def added_fields(cls: type) -> dict[str, Any]:
-    """Return the annotations of a class that its bases have no attribute for; of constants of the
-    class none."""
+    """Return the annotations of a class for which its bases have no attribute, without class
+    constants."""
     try:
         annotations = inspect.get_annotations(cls)
-    except NameError:  # of a name that is defined below
+    except NameError:  # of a name defined below
         return {}
     return {
         name: annotation
@@ -98,6 +98,6 @@ def _of_field(field: Field[Any]) -> Any:
 
 
 def _default(parameter: inspect.Parameter) -> Any:
-    """Return the value of an option that was not chosen; what can change is the object's own."""
+    """Return the default of an option; mutable defaults are copied."""
     value = parameter.default
     return copy.copy(value) if isinstance(value, (list, dict, set)) else value

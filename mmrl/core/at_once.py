@@ -1,7 +1,7 @@
-"""Ends a command within seconds of a second Ctrl-C, wherever its main thread is.
+"""Ends a command within seconds of a second Ctrl-C, even if the main thread is blocked.
 
-Python's own handlers run between two lines of Python: never inside a long operation of a library,
-a collective call that waits for a process that has gone, or a download that does not answer.
+Python's signal handlers run between bytecodes: never inside a long library call, a collective call
+that waits for a dead process, or a stalled download.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SAME_INSTANT = 1.0  # seconds, in which a launcher hands on the Ctrl-C that the terminal also sends
-HANDED_ON = 5.0  # in which launchers send SIGTERM after it
-GRACE = 3.0  # for the main thread to end by itself
+SAME_INSTANT = 1.0  # seconds in which a launcher forwards the Ctrl-C that the terminal also sends
+HANDED_ON = 5.0  # seconds in which launchers send SIGTERM after it
+GRACE = 3.0  # seconds for the main thread to end by itself
 INTERRUPTED = 130
 
 
 def asks_again(first: int, number: int, seconds: float) -> bool:
-    """Tell whether a signal, so many seconds after the ``first`` one, asks for an end at once: a
-    second Ctrl-C, or SIGTERM after a Ctrl-C. Other repeated signals are those of schedulers and
-    closed terminals."""
+    """Tell whether a signal, some seconds after the ``first`` one, requests an immediate exit: a
+    second Ctrl-C, or SIGTERM after a Ctrl-C. Other repeated signals come from schedulers and closed
+    terminals."""
     if number == signal.SIGINT:
         return seconds > SAME_INSTANT
     return number == signal.SIGTERM and first == signal.SIGINT and seconds > HANDED_ON
@@ -31,8 +31,8 @@ def asks_again(first: int, number: int, seconds: float) -> bool:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """End the process, ``GRACE`` seconds after a signal that ``asks_again``, with status 130. For
-    commands alone: a notebook's kernel outlives what it runs."""
+    """End the process, ``GRACE`` seconds after a signal that ``asks_again``, with status 130. Only
+    for commands: a notebook's kernel must outlive its runs."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -43,7 +43,7 @@ def ending_at_once() -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(writer)  # which ends the thread
+        os.close(writer)  # ends the thread
 
 
 def _forget() -> None:
@@ -51,7 +51,7 @@ def _forget() -> None:
 
 
 def _watch(reader: int) -> None:
-    """Read the numbers of signals, which the operating system's handler writes at once."""
+    """Read the signal numbers that the C-level handler writes (``signal.set_wakeup_fd``)."""
     first, since = 0, 0.0
     while content := os.read(reader, 1):
         number = content[0]

@@ -1,5 +1,4 @@
-"""Words what is wrong with rows of data, all of them at once, and decides whether that stops a
-run."""
+"""Reports broken rows of data, all at once, and decides whether they stop a run."""
 
 from __future__ import annotations
 
@@ -10,16 +9,16 @@ from collections.abc import Mapping
 from mmrl.core.errors import UserError
 
 SHOWN = 20  # lines in a message
-LISTED = 12  # rows in a line, which are broken alike
-# what differs between rows that are broken for one same reason: numbers, quoted names, paths
+LISTED = 12  # rows in a line, broken for the same reason
+# what differs between rows broken for the same reason: numbers, quoted names, paths
 NAMED = re.compile(r"""-?\d[\d.]*|'[^']*'|"[^"]*"|\S*/\S*""")
 PLACE = re.compile(r"(.+?):(?: row )?(\d+): ", re.DOTALL)  # file:line, or file: row 3
-FEW = 3  # rows that may be broken alike by chance
+FEW = 3  # rows that may share a reason by chance
 ALIKE = 0.1  # share of the rows
 
 
 class BrokenRows(UserError):
-    """Reports prompts that a policy cannot take. ``problems``: place in the list of prompts ->
+    """Reports prompts that a policy cannot use. ``problems``: place in the list of prompts ->
     "file:line: why"."""
 
     def __init__(self, problems: Mapping[int, str], count: int):
@@ -28,8 +27,8 @@ class BrokenRows(UserError):
 
 
 def first_of(problems: list[str]) -> str:
-    """Name the first of many problems, a line each; what is wrong with many rows alike is said
-    once, with the first of them and the numbers of the others."""
+    """Name the first of many problems, a line each; a problem shared by many rows is written once,
+    with the first row and the numbers of the others."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
         place, why = _split(problem)
@@ -68,8 +67,7 @@ def _in_file(problem: str) -> tuple[str, int]:
 
 
 def refuse_alike(problems: list[str], count: int) -> None:
-    """Raise UserError where all of ``count`` rows, or many of them, are broken for one same
-    reason."""
+    """Raise UserError if all of ``count`` rows, or many of them, are broken for the same reason."""
     if not problems:
         return
     reasons = {_split(problem)[1] for problem in problems}

@@ -1,8 +1,8 @@
 """Lets a package be called like a function.
 
-``mmrl.train`` is the room of the training loop and also what a Python user calls. Python puts an
-imported package into its parent under its own name, whatever stood there, so the package itself
-answers the call.
+``mmrl.train`` is the package of the training loop and also the function that a Python user calls.
+An imported package replaces any attribute of its name in the parent, so the package itself must be
+callable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class CallableModule(ModuleType):
-    """Is a module that hands calls to a function, imported with the first of them."""
+    """A module that forwards calls to a function, imported at the first call."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return called_for(self)(*arguments, **options)
@@ -27,13 +27,13 @@ class CallableModule(ModuleType):
 
 
 def called_for(module: ModuleType) -> Any:
-    """Import and return the function that stands behind a callable module."""
+    """Import and return the function of a callable module."""
     place, name = vars(module)["_called"]
     return getattr(importlib.import_module(place), name)
 
 
 def make_callable(module: str, place: str, name: str) -> None:
-    """Let calls of the imported ``module`` go to the function ``name`` of the module ``place``."""
+    """Forward calls of the imported ``module`` to the function ``name`` of the module ``place``."""
     package = sys.modules[module]
     vars(package)["_called"] = (place, name)
     package.__class__ = CallableModule

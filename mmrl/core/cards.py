@@ -1,9 +1,9 @@
-"""Holds what makers publish of their cards, and reads ``8xH100``.
+"""Holds published figures of GPUs, and parses ``8xH100``.
 
 Sources: NVIDIA's data sheets: H100 SXM5 (2023), H200 SXM (2024), A100 80 GB SXM (2022), L40S
 (2023), HGX B200 (2024), the Ada GPU architecture paper (RTX 4090, table 2) and the RTX Blackwell
-GPU architecture paper (RTX 5090, table 3). Dense bf16 with sums in fp32, no sparsity: makers' large
-print is often twice that.
+GPU architecture paper (RTX 5090, table 3). Dense bf16 with sums in fp32, no sparsity: headline
+figures are often twice that.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mmrl.core.errors import UserError
 
 GIGA = 10**9
 TERA = 10**12
-PER_MACHINE = 8  # cards that one machine holds
-NETWORK = 50 * GIGA  # bytes a second and card between machines: 400 Gbit/s InfiniBand each
-# what code reaches of the published numbers: matrix products of large models on H100 0.6 to 0.75
-# of the peak (nanoGPT, torchtitan's tables), copies 0.8 to 0.9, collective calls 0.7 to 0.9
+PER_MACHINE = 8  # cards in one machine
+NETWORK = 50 * GIGA  # bytes a second per card between machines: 400 Gbit/s InfiniBand each
+# share of the published numbers that code reaches: matrix products of large models on H100 0.6 to
+# 0.75 of the peak (nanoGPT, torchtitan's tables), copies 0.8 to 0.9, collective calls 0.7 to 0.9
 MATMUL_SHARE = 0.65
 MEMORY_SHARE = 0.85
 LINK_SHARE = 0.75
@@ -31,7 +31,7 @@ class Card:
     name: str
     memory: float  # bytes
     half: float  # bf16 operations a second, dense
-    single: float  # fp32 (TF32 where the card has it: torch's default for convolutions only)
+    single: float  # fp32 (TF32 if the card has it: torch's default for convolutions only)
     bandwidth: float  # bytes a second of its memory
     link: float  # bytes a second that one card can send to the others of its machine
 
@@ -69,7 +69,7 @@ class Devices:
 
     @property
     def link(self) -> float:
-        """Return the bytes a second and card of a collective call over all: the slowest stretch."""
+        """Return the bytes a second per card of a collective call over all: the slowest link."""
         whole = self.card.link if self.machines == 1 else min(self.card.link, NETWORK)
         return whole * LINK_SHARE
 
@@ -88,7 +88,7 @@ def card_of(name: str) -> Card | None:
 
 
 def devices(text: str) -> Devices:
-    """Read ``8xH100``, ``8 x H100`` or ``H100``. UserError names the cards that are known."""
+    """Parse ``8xH100``, ``8 x H100`` or ``H100``. UserError names the known cards."""
     match = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?(.+)", text.strip())
     count, name = (int(match[1] or 1), match[2]) if match else (0, "")
     plain = name.upper().replace(" ", "").replace("_", "-").removeprefix("NVIDIA-")

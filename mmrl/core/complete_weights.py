@@ -1,5 +1,5 @@
-"""Decides whether a model was loaded whole: no weight missing, none of another shape, none left
-without memory, none NaN, and none in the file that its layers would need."""
+"""Checks that a model was loaded completely: no weight missing, of another shape, left on the meta
+device or NaN, and no unused weight in the file that belongs to one of its layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-# modules that trainers put around others, whose names stay in what they save
+# wrapper modules of trainers, whose names remain in saved weights
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 WRAPPER = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(WRAPPERS)})\.")
 ADAPTED = (".base_layer.", ".lora_A.", ".lora_B.", "lora_")
@@ -19,8 +19,8 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Loading:
-    """Holds what a library says of the names it loaded: ``missing`` of the model, ``unexpected`` of
-    the file, and those of another shape."""
+    """Holds a library's loading info: names ``missing`` in the file, ``unexpected`` ones in it, and
+    those of another shape."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -48,12 +48,12 @@ class Loading:
 
 
 def unwrapped(name: str) -> str:
-    """Take the names of wrappers out of a tensor's name."""
+    """Remove wrapper names from a tensor's name."""
     return WRAPPER.sub("", name)
 
 
 def complaint(net: nn.Module, loading: Loading, what: str) -> str | None:
-    """Say in a sentence what a loaded model lacks; None where it is whole."""
+    """Say in a sentence what a loaded model lacks; None if it is complete."""
     total = len(net.state_dict())
     kind = type(net).__name__
     if loading.missing:
@@ -85,9 +85,8 @@ def complaint(net: nn.Module, loading: Loading, what: str) -> str | None:
 
 
 def without_place(net: nn.Module, unexpected: Sequence[str]) -> list[str]:
-    """List tensors of a file that belong to a layer of the model, which has none of that name: a
-    bias, a quantiser's scale. Heads and layers that the model has not are left out of it on
-    purpose."""
+    """List unused tensors of a file that belong to a layer of the model: a bias, a quantiser's
+    scale. Heads and layers that the model lacks are left out on purpose."""
     layers = {
         name: dict(module.named_buffers())
         for name, module in net.named_modules()
@@ -102,7 +101,7 @@ def without_place(net: nn.Module, unexpected: Sequence[str]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Write the first names."""
+    """List the first names."""
     return ", ".join(names[:SHOWN])
 
 

@@ -1,5 +1,5 @@
-"""Holds what a plug-in's function returns against its contract, where it is called: a tensor of
-another shape would broadcast in silence, or fail far away."""
+"""Checks what a plug-in's function returns, at the call: a tensor of another shape would broadcast
+silently, or fail far away."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 
-SPILL = 0.1  # by which decoders overshoot black and white
-FEW = 0.01  # share of values that may lie further outside
-SAME_ROW = 0.05  # of the size of values: passes of other widths round otherwise
+SPILL = 0.1  # by how much decoders overshoot black and white
+FEW = 0.01  # share of values that may lie further out
+SAME_ROW = 0.05  # relative: forward passes of other batch sizes round differently
 
 
 def returned(value: object, by: str, **shapes: tuple[int, ...]) -> Tensor:
@@ -37,8 +37,8 @@ def called(function: object) -> str:
 
 
 def unpacked(output: Any, field: str = "sample") -> Any:
-    """Take a network's tensor out of a tuple of one, or of an object or dict with ``field``, as
-    diffusers' and transformers' networks return it; leave anything else as it is."""
+    """Unpack a network's tensor from a tuple of one, or an object or dict with ``field``, as
+    diffusers and transformers return it; anything else is unchanged."""
     if isinstance(output, tuple | list) and len(output) == 1:
         output = output[0]
     known = output.get(field) if isinstance(output, Mapping) else getattr(output, field, None)
@@ -46,7 +46,7 @@ def unpacked(output: Any, field: str = "sample") -> Any:
 
 
 def check_memory(net: nn.Module, by: str) -> None:
-    """Raise UserError where a layer of a network was left on the meta device, without numbers."""
+    """Raise UserError if a layer of a network was left on the meta device, without weights."""
     empty = [
         name
         for tensors in (net.named_parameters(), net.named_buffers())
@@ -61,20 +61,20 @@ def check_memory(net: nn.Module, by: str) -> None:
 
 
 class Pictures:
-    """Makes a decoder's output pictures [B, 3, H, W] in 0..1, or refuses it in one sentence.
+    """Converts a decoder's output to pictures [B, 3, H, W] in 0..1, or refuses it.
 
-    Bytes, one channel, channels at the end and diffusers' output objects are understood. On the
-    first call it also looks at the range, for NaN, and whether a row comes out alike by itself.
+    Bytes, one channel, channels last and diffusers' output objects are understood. The first call
+    also checks the range, NaN, and whether a row decodes the same by itself.
     """
 
     def __init__(self, by: str, known: bool = False):
-        """by: the decoder, in words. known: it is a library's, whose first pictures may be anything
-        that its weights make."""
+        """by: the decoder, in words. known: it is a library's, whose output range is not
+        checked."""
         self.by = by
         self.unseen = not known
 
     def __call__(self, decode: Callable[[Tensor], Any], latents: Tensor) -> Tensor:
-        """Decode latents or codes [B, *], of which ``decode`` gets a copy that it may change."""
+        """Decode latents or codes [B, *], ``decode`` gets a copy that it may modify."""
         pictures = self._rgb(decode(latents.clone()), len(latents))
         if self.unseen:
             self.unseen = False

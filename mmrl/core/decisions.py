@@ -1,4 +1,4 @@
-"""Measures the decisions of records, and adds some to be scored."""
+"""Measures the decisions of records, and adds decisions to score."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samplers.warp import TINY, EntropyScale
 
 
 def entropy_scale(rollout: Rollout) -> EntropyScale | None:
-    """Measure where the log entropies of a rollout's decisions lie, over all processes; None where
+    """Measure the range of the log entropies of a rollout's decisions, over all processes; None if
     there are none."""
     every = all_gather_rows(rollout.entropies()[rollout.mask]).double()
     if not len(every):
@@ -24,8 +24,7 @@ def entropy_scale(rollout: Rollout) -> EntropyScale | None:
 
 
 def judged(point: Point, token: int) -> Point:
-    """Put ``token`` behind every answer of a point, to be scored too: one column more, [B, L +
-    1]."""
+    """Append ``token`` to every answer of a point, to be scored too: [B, L + 1]."""
     last = point.mask.sum(1, keepdim=True)
     blank = torch.zeros_like(point.target[:, :1])
     target = torch.cat([point.target, blank], 1).scatter(1, last, token)
@@ -34,5 +33,5 @@ def judged(point: Point, token: int) -> Point:
 
 
 def behind(mask: Tensor, values: Tensor) -> Tensor:
-    """Take of values [B, L + 1] the one behind each row of ``mask`` [B, L], [B]."""
+    """Select from values [B, L + 1] the one after each row of ``mask`` [B, L], [B]."""
     return values.gather(1, mask.sum(1, keepdim=True))[:, 0]

@@ -1,7 +1,7 @@
-"""Reduces and gathers tensors over all processes; the identity where there is only one.
+"""Reduces and gathers tensors over all processes; the identity if there is only one.
 
-Neighbouring processes may share their rows, each computing a part of every sequence (context
-parallelism): sums and gathers then count each row once, over one process of each such group.
+With context parallelism, neighbouring processes share their rows, each computing a part of every
+sequence: sums and gathers then count each row once, over one process of each group.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from mmrl.core.errors import UserError
 
 @dataclass(frozen=True)
 class Layout:
-    """Says which processes hold the same rows: ``width`` neighbours each. ``same_rows`` is this
-    process's group of them, ``other_rows`` that of the processes in the same place of theirs."""
+    """Describes which processes hold the same rows: ``width`` neighbours each. ``same_rows`` is
+    this process's group of them, ``other_rows`` the group of processes at the same position in
+    theirs."""
 
     width: int
-    same_rows: Any  # torch names a type of its own for processes outside a group
+    same_rows: Any  # torch has a special type for processes outside a group
     other_rows: Any
 
 
-_layouts: dict[tuple[int, int], Layout] = {}  # by the process group of all, and width
-_layout: list[Layout] = []  # the one in force; empty: every process has rows of its own
+_layouts: dict[tuple[int, int], Layout] = {}  # by the default process group, and width
+_layout: list[Layout] = []  # the current one; empty: every process has its own rows
 
 
 def share_rows(width: int) -> None:
-    """Let every ``width`` neighbouring processes hold the same rows from now on; 1: each its own.
+    """Make every ``width`` neighbouring processes hold the same rows; 1: each its own.
 
     A collective call. ``width`` divides the number of processes.
     """
@@ -57,14 +58,14 @@ _lone: list[bool] = []  # whether the others are gone
 
 
 def be_alone() -> None:
-    """Let this process be the only one from now on, where another is gone and no collective call
-    is possible any more."""
+    """Make this process the only one, after another has died and collective calls are
+    impossible."""
     _layout.clear()
     _lone.append(True)
 
 
 def process() -> tuple[int, int]:
-    """Return (rank, number) of processes, whatever rows they hold; (0, 1) without
+    """Return (rank, number) of processes, regardless of their rows; (0, 1) without
     torch.distributed."""
     if _lone or not (dist.is_available() and dist.is_initialized()):
         return 0, 1
@@ -72,22 +73,22 @@ def process() -> tuple[int, int]:
 
 
 def is_main() -> bool:
-    """Tell whether this is the process that writes."""
+    """Tell whether this is the process that writes files and logs."""
     return process()[0] == 0
 
 
 def world() -> tuple[int, int]:
-    """Return (rank, number) of the shares that rows are cut into: of processes, unless several
-    hold the same rows; (0, 1) without torch.distributed."""
+    """Return (rank, number) of the shares of the rows: those of processes, unless several hold the
+    same rows; (0, 1) without torch.distributed."""
     rank, size = process()
     width = _layout[0].width if _layout else 1
     return rank // width, size // width
 
 
 def leave() -> None:
-    """Destroy the process group at the end of a run. Whatever still refers to it is collected
-    first: otherwise the interpreter's exit, which takes gloo's threads down, now and then aborts,
-    and the launcher takes a finished run for a failed one."""
+    """Destroy the process group at the end of a run. References to it are garbage-collected first:
+    otherwise gloo's threads sometimes abort at the interpreter's exit, and the launcher reports a
+    finished run as failed."""
     spoken = peers.leave()
     if process()[1] > 1 and spoken:
         _layout.clear()
@@ -97,14 +98,13 @@ def leave() -> None:
 
 
 def leads() -> bool:
-    """Tell whether this is the first of the processes that hold the same rows, which calls what
-    they need once."""
+    """Tell whether this is the first of the processes that hold the same rows."""
     return not _layout or process()[0] % _layout[0].width == 0
 
 
 def of_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the named tensors of the first of the processes that hold the same rows, on the CPU
-    where there are several; what the others hand over is not read. A collective call."""
+    """Return the named tensors of the first of the processes that hold the same rows, on the CPU if
+    there are several; those of the others are ignored. A collective call."""
     from safetensors.torch import load, save
 
     if not _layout:
@@ -117,14 +117,15 @@ def of_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _agreed(x: Tensor) -> Tensor:
-    """Return the first process's ``x`` on all that hold the same rows, of one shape and dtype."""
+    """Broadcast the first process's ``x`` to all that hold the same rows, of one shape and
+    dtype."""
     first = _placed(x.detach()).clone().contiguous()
     dist.broadcast(first, group=_layout[0].same_rows, group_src=0)
     return first.to(x.device)
 
 
 class _Joined(torch.autograd.Function):
-    """Passes values on, and sums their gradients over the processes that hold the same rows."""
+    """The identity, whose backward sums gradients over the processes that hold the same rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ def joined_gradient(x: Tensor) -> Tensor:
 
 
 def all_sum(x: Tensor) -> Tensor:
-    """Sum over processes tensors of one shape, in their own dtype; ``x`` stays as it is."""
+    """Sum tensors of one shape over processes, in their dtype; ``x`` is unchanged."""
     return _reduce(x, dist.ReduceOp.SUM, _others()) if world()[1] > 1 else x
 
 
@@ -155,8 +156,8 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def largest(number: int, device: torch.device | str) -> int:
-    """Return the largest of the processes' numbers, without waiting for the device if there is one
-    process; a collective call."""
+    """Return the maximum over processes, without a device sync if there is only one; a collective
+    call."""
     return int(all_max(torch.tensor(number, device=device))) if process()[1] > 1 else number
 
 
@@ -166,7 +167,7 @@ def any_of(flag: bool) -> bool:
 
 
 def all_gather_rows(x: Tensor) -> Tensor:
-    """Gather the rows [B_r, *] of every process in order of rank: [B_0 + B_1 + ..., *]; B_r may
+    """Gather the rows [B_r, *] of all processes in order of rank: [B_0 + B_1 + ..., *]; B_r may
     differ and may be 0."""
     return _gathered(x, _others(), world()[1])
 
@@ -212,8 +213,8 @@ def _gathered_json(
 
 
 def all_gather_plain(value: Any) -> list[Any]:
-    """Gather every process's plain data, fit for JSON, in order of rank, also of those that hold
-    the same rows."""
+    """Gather every process's JSON-ready data, in order of rank, also of those that hold the same
+    rows."""
     return _gathered_json([value], None, process()[1])
 
 
@@ -230,14 +231,14 @@ def all_gather_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]
 
 
 class StopAll(UserError):
-    """Tells the user's mistake on every process at the same place, so that they can still make
-    collective calls before they end."""
+    """Raises a UserError on every process at the same place, so that they can still make collective
+    calls before they end."""
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Raise on all processes a UserError that ends this block on one, so that no process waits for
-    one that has gone.
+    """Raise on all processes a UserError that one raises in this block, so that none waits for a
+    process that has ended.
 
     Entering and leaving is a collective call; the block itself must make none.
     """
@@ -256,7 +257,7 @@ def together() -> Iterator[None]:
 
 
 def _others() -> dist.ProcessGroup | None:
-    """Return the group over which rows are counted once; None: all processes."""
+    """Return the group that counts each row once; None: all processes."""
     return _layout[0].other_rows if _layout else None
 
 
@@ -269,6 +270,5 @@ def _reduce(
 
 
 def _placed(x: Tensor) -> Tensor:
-    """Move a tensor to a device that the process group supports: NCCL alone knows no CPU
-    tensors."""
+    """Move a tensor to a device that the process group supports: NCCL has no CPU tensors."""
     return x.cuda() if dist.get_backend() == "nccl" and not x.is_cuda else x

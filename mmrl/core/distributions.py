@@ -14,10 +14,9 @@ from torch import Tensor
 from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.errors import UserError
 
-# floor of a standard deviation of zero: an ODE step has no density and is masked, but must stay
-# finite
+# floor of the standard deviation: an ODE step has no density and is masked, but must be finite
 TINY = 1e-12
-BLOCK = 128  # tokens of a vocabulary that are summed before the running sum over blocks
+BLOCK = 128  # block size of the cumulative sum over the vocabulary
 BELOW_ONE = 1 - 2**-52
 
 
@@ -25,7 +24,7 @@ class Dist(Protocol):
     """Scores the decisions of B rows. Every result is [B, L], L decisions a row."""
 
     def log_prob(self, decision: Tensor, /) -> Tensor:
-        """Return the log-probs of decisions, which may be scores that are no density."""
+        """Return the log-probs of decisions, or scores that are not a density."""
 
     def kl(self, reference: Self, /, by: Divergence = REVERSE) -> Tensor:
         """Return KL(self || reference), or another divergence of the two, over distributions of the
@@ -36,17 +35,18 @@ class Dist(Protocol):
 
 
 class Sendable(Protocol):
-    """Compares with a reference in another process; every distribution of a policy can."""
+    """Mixin: compares with a reference in another process; every distribution of a policy has
+    it."""
 
     def asks(self) -> list[Any]:
-        """Say, in plain data, how this one wants a reference to be computed."""
+        """Return, as plain data, how the reference must be computed."""
 
     def shown(self, asks: list[Any], /) -> dict[str, Tensor]:
-        """Return what another one's ``kl`` reads of this one as a reference."""
+        """Return the tensors that ``kl`` needs of this one as a reference."""
 
     def reference(self, shown: dict[str, Tensor], /) -> Any:
-        """Make a reference for ``kl`` of what ``shown`` gave elsewhere; KeyError or ValueError
-        where it does not fit."""
+        """Build a reference for ``kl`` from another process's ``shown``; KeyError or ValueError if
+        it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ class Gaussian:
     """Holds an isotropic Gaussian over latents; ``std`` 0 makes the step deterministic (then its
     log-prob has no meaning).
 
-    ``reduction`` "mean" divides log-prob, KL and entropy by the number of dimensions, as every
-    published implementation does (their clip ranges of 1e-6 to 1e-3 come from it); "sum" gives the
-    density itself. ``weight`` makes the mean a weighted one, such as of a video and its sound.
+    ``reduction`` "mean" divides log-prob, KL and entropy by the number of dimensions, as all
+    published implementations do (hence their clip ranges of 1e-6 to 1e-3); "sum" gives the density
+    itself. ``weight`` weights the mean, for example of a video and its sound.
     """
 
     mean: Tensor  # [B, *]
-    std: Tensor  # [B, 1, ...], or [B, *] where states of a row have times of their own
+    std: Tensor  # [B, 1, ...], or [B, *] if a row has states at several times
     reduction: str = "mean"
     weight: Tensor | None = None  # of each dimension [*], 1 on average
 
     def row_std(self, purpose: str, remedy: str) -> Tensor:
-        """Return the standard deviation of each row, [B, 1]. UserError where its states have
-        several, with what the objective wants it for and what to do."""
+        """Return the standard deviation of each row, [B, 1]. UserError if its states have several;
+        the message says what the objective needs it for."""
         std = self.std.flatten(1)
         if std.shape[1] > 1:
             raise UserError(
@@ -97,7 +97,7 @@ class Gaussian:
         p = self.std.clamp_min(TINY)
         q = reference.std.clamp_min(TINY)
         if by.kind == "reverse":
-            # divided before it is squared: squares of tiny deviations vanish in half precision
+            # divide before squaring: squares of tiny deviations underflow in half precision
             spread = torch.where(
                 p == q, torch.zeros_like(p), (q / p).log() + 0.5 * ((p / q) ** 2 - 1)
             )
@@ -121,7 +121,7 @@ class Gaussian:
         return replace(self, mean=shown["mean"], std=shown["std"])
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Average or sum up what each dimension adds, x [B, *], to [B, 1]."""
+        """Average or sum the dimensions' terms, x [B, *], to [B, 1]."""
         flat = x.flatten(1)
         if self.weight is not None:
             flat = flat * self.weight.flatten().to(flat)
@@ -130,7 +130,7 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Score(Gaussian):
-    """Scores a Gaussian by -(x - mean)^2, without its variance (Flow-CPS): not a density, and not a
+    """Scores a Gaussian by -(x - mean)^2, without its variance (Flow-CPS): neither a density nor a
     log-prob."""
 
     def log_prob(self, x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Score(Gaussian):
 
 
 def check_shape(received: Tensor, shape: Sequence[int]) -> None:
-    """Raise ValueError where a tensor is not of the shape that it should be."""
+    """Raise ValueError if a tensor has the wrong shape."""
     if tuple(received.shape) != tuple(shape) or not received.is_floating_point():
         raise ValueError(
             f"{tuple(received.shape)} numbers of type {received.dtype}, where {tuple(shape)} fit"
@@ -147,8 +147,8 @@ def check_shape(received: Tensor, shape: Sequence[int]) -> None:
 
 
 def as_gaussian(dist: Dist, purpose: str) -> Gaussian:
-    """Return the Gaussian that the decisions at a point have. Raises UserError if they have none,
-    with what the objective wants it for."""
+    """Return the Gaussian of the decisions at a point. Raises UserError if they have none; the
+    message says what the objective needs it for."""
     if isinstance(dist, Gaussian):
         return dist
     raise UserError(
@@ -160,9 +160,9 @@ def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Return draws [*, n] long from the softmax of logits [*, V], by inversion at uniform [*, n] in
     (0, 1), and their log-probs.
 
-    A draw is the first token whose cumulative probability is above the uniform number. First its
-    block of the vocabulary is found, from cumulative sums of blocks in float64, then the token in
-    it: one running sum over all of a large vocabulary in float64 costs several times the softmax.
+    A draw is the first token whose cumulative probability is above the uniform number. Its block of
+    the vocabulary is found first, from cumulative sums of blocks in float64, then the token in it:
+    a float64 cumulative sum over a large vocabulary costs several times the softmax.
     """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     size = BLOCK if x.shape[-1] % BLOCK == 0 else x.shape[-1]
@@ -203,7 +203,7 @@ class Categorical:
         q = reference._log_softmax()
         if by.kind != "reverse":
             return by.of_logprobs(p, q)
-        # filled before the difference: inf - inf would poison the gradient
+        # masked before the difference: inf - inf would make the gradient NaN
         impossible = p.isneginf()
         return (p.exp() * (p.masked_fill(impossible, 0) - q.masked_fill(impossible, 0))).sum(-1)
 
@@ -229,10 +229,10 @@ class Categorical:
 
 @dataclass(frozen=True)
 class Truncated(Categorical):
-    """Holds distributions that are sampled with top-k or top-p. Closed forms over the vocabulary
-    are of the whole ``logits``, without: where two supports differ they would be infinite."""
+    """Holds distributions sampled with top-k or top-p. Closed forms over the vocabulary use the
+    untruncated ``logits``: they would be infinite where two supports differ."""
 
-    sampling_logits: Tensor  # [B, L, V] of what is sampled, -inf outside the support
+    sampling_logits: Tensor  # [B, L, V] of the sampling distribution, -inf outside the support
 
     def sample(self, uniform: Tensor) -> Tensor:
         return Categorical(self.sampling_logits).sample(uniform)

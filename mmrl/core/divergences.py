@@ -1,4 +1,4 @@
-"""Names the divergences between two distributions of one decision, in closed form."""
+"""Defines divergences between two distributions of one decision, in closed form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Divergence:
-    """Says how far a distribution p, that of the policy, is from another, q, of a teacher.
+    """Divergence of the policy's distribution p from a teacher's q.
 
     kind: reverse is KL(p || q), forward is KL(q || p). jensen_shannon is mix KL(q || m) + (1 - mix)
     KL(p || m) with m = mix q + (1 - mix) p (generalised, Agarwal et al. 2024, "On-policy
@@ -26,9 +26,9 @@ class Divergence:
 
     def of_logprobs(self, p: Tensor, q: Tensor) -> Tensor:
         """Compute it [*] from the log-probs [*, V] of all tokens; a token that is impossible in
-        both adds nothing."""
+        both counts 0."""
         never = p.isneginf() & q.isneginf()
-        # filled before any difference: inf - inf would poison the gradient
+        # masked before any difference: inf - inf would make the gradient NaN
         p, q = p.masked_fill(never, 0.0), q.masked_fill(never, 0.0)
         p_share, q_share = (x.exp().masked_fill(never, 0.0) for x in (p, q))
         if self.kind == "reverse":
@@ -48,10 +48,10 @@ class Divergence:
             return _gaussian(distance, p, q)
         if self.kind == "forward":
             return _gaussian(distance, q, p)
-        # precisions of a geometric mean add up; its mean lies between theirs accordingly
+        # a geometric mean has the weighted sum of precisions, and the precision-weighted mean
         weight_p, weight_q = (1 - self.mix) / p**2, self.mix / q**2
         std = (weight_p + weight_q).rsqrt()
-        toward_q = weight_q * std**2  # the share of the way from p's mean to q's
+        toward_q = weight_q * std**2  # position of the mean between p's and q's
         from_p = _gaussian(distance * toward_q**2, p, std)
         from_q = _gaussian(distance * (1 - toward_q) ** 2, q, std)
         return self.mix * from_q + (1 - self.mix) * from_p
@@ -61,7 +61,7 @@ REVERSE = Divergence()
 
 
 def _expected(share: Tensor, difference: Tensor) -> Tensor:
-    """Sum over the vocabulary; a token that only the other distribution has adds nothing."""
+    """Sum over the vocabulary; a token of probability 0 counts 0."""
     return (share * difference.masked_fill(share == 0, 0.0)).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""Keeps texts as they are where the locale knows ASCII alone, as in bare containers and cron."""
+"""Forces UTF-8 where the locale is ASCII only, as in bare containers and cron."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 
 
 def use_utf8() -> None:
-    """Start this process again in Python's UTF-8 mode where the locale has another encoding: names
-    of runs, prompts and pages are UTF-8 everywhere else. It must be called before anything is done.
+    """Restart this process in Python's UTF-8 mode if the locale has another encoding: run names,
+    prompts and pages are UTF-8. Call it before anything else.
     """
     is_utf8 = locale.getpreferredencoding(False).lower().replace("-", "") == "utf8"
     if sys.flags.utf8_mode or is_utf8 or os.name != "posix":

@@ -1,4 +1,4 @@
-"""Defines the error for what a user can mend, and words its hints."""
+"""Defines the error for a user's mistakes, and its hints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class UserError(ValueError):
 def suggest(name: str, known: Any) -> str:
     """Write ``did you mean 'grpo'?``, or the list of known names."""
     close = get_close_matches(str(name), [str(k) for k in known], cutoff=0.6)
-    # among equally near names prefer one with swapped letters
+    # among equally close names prefer one with swapped letters
     close.sort(key=lambda found: sorted(found) != sorted(str(name)))
     return (
         f"did you mean {close[0]!r}?"
@@ -30,5 +30,5 @@ def a_or_an(noun: str) -> str:
 
 
 def called(thing: Any) -> str:
-    """Return what sentences call a class or a function, or an object by its class."""
+    """Return the name of a class or function, or of an object's class, for messages."""
     return str(getattr(thing, "__name__", type(thing).__name__))

@@ -1,4 +1,4 @@
-"""Helps to write a folder safely, for checkpoints, exports and the cache of built artifacts."""
+"""Writes files and folders atomically, for checkpoints, exports and the artifact cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sha256(path: Path) -> str:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one where there is none that can be read."""
+    """Return the object in a JSON file; an empty one if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, is on the disk."""
+    """Flush a file's content, or a folder's entries, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -45,22 +45,23 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file beside ``path``, then rename it, so that a reader never sees half of it."""
+    """Write a temporary file next to ``path``, then rename it, so that a reader never sees half of
+    it."""
     draft = path.with_name(f".{path.name}.partial")
     draft.write_bytes(content)
-    sync(draft)  # or a power cut may leave the name and nothing in it
+    sync(draft)  # or a power cut may leave an empty file
     draft.replace(path)
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder to write into, which becomes ``folder`` when the block ends without an error
-    and vanishes otherwise. ``folder`` is new or an empty one, which stays itself: it may be a link
-    or a mount."""
+    """Yield a folder to write into, which becomes ``folder`` if the block succeeds and is deleted
+    otherwise. ``folder`` is new or empty; an existing one is kept, as it may be a link or a mount.
+    """
     target = folder.resolve()
     near = next(place for place in (target, *target.parents) if place.is_dir())
     draft = near / f".{target.name}.partial"
-    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(draft, ignore_errors=True)  # left by a killed process
     draft.mkdir()
     try:
         yield draft
@@ -76,21 +77,20 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def on_disk(folder: Path) -> Iterator[None]:
-    """Report what a disk refuses to do, such as a full one, as a UserError that names the
-    folder."""
+    """Convert disk errors, such as a full disk, to a UserError that names the folder."""
     try:
         yield
     except OSError as error:
         place = error.filename if isinstance(error.filename, str) else folder
         raise UserError(
-            f"cannot write to {place}: {error.strerror or error}; look at the free space and the "
+            f"cannot write to {place}: {error.strerror or error}; check the free space and the "
             f"permissions there"
         ) from error
 
 
 def check_writable(folder: Path) -> None:
-    """Raise UserError if a folder, which may not exist yet, cannot be written: before the minutes
-    that whatever is to be written there takes."""
+    """Raise UserError if a folder, which may not exist yet, cannot be written: before minutes of
+    work are lost."""
     target = folder.expanduser().absolute()
     near = next(place for place in (target, *target.parents) if place.exists())
     if not near.is_dir():
@@ -99,20 +99,20 @@ def check_writable(folder: Path) -> None:
         tempfile.TemporaryFile(dir=near).close()
     except OSError as error:
         raise UserError(
-            f"cannot write to {folder}: {error.strerror or error}; look at the free space and the "
+            f"cannot write to {folder}: {error.strerror or error}; check the free space and the "
             f"permissions there, or name another folder"
         ) from error
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that is there whole or not at all; a list of numbers takes one line."""
+    """Write a JSON file atomically; a list of numbers takes one line."""
     text = json.dumps(content, indent=1, ensure_ascii=False)
     text = NUMBERS.sub(lambda match: " ".join(match[0].split()), text)
     write_text(path, text + "\n")
 
 
 def finite(value: Any) -> Any:
-    """Return plain values as JSON allows: null in the place of numbers that are not finite."""
+    """Replace non-finite numbers by null, as JSON requires."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -121,6 +121,6 @@ def finite(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file that is there whole or not at all."""
+    """Write a text file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text.encode())

@@ -1,10 +1,9 @@
-"""Keeps Python code that lies in a model's folder from running, and libraries from asking at the
-terminal whether it should.
+"""Prevents Python code in a model's folder from running, and libraries from prompting about it.
 
-transformers asks where a folder has code and nobody said whether it may run; diffusers and others
-take ``trust_remote_code`` from files of the folder. While a model is loaded by
-``mmrl.core.pretrained``, both go through the check below. Classes that may run and were written for
-transformers 4 are finished here as transformers 5 needs it.
+transformers prompts if a folder has code and ``trust_remote_code`` is not set; diffusers and others
+read ``trust_remote_code`` from files of the folder. While a model is loaded by
+``mmrl.core.pretrained``, both go through the check below. Trusted classes written for transformers
+4 are adapted here to transformers 5.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from typing import Any
 from mmrl.core.errors import UserError
 from mmrl.core.registry import is_safe
 
-# where libraries import the code of a folder, all of it by one function of this name
+# modules with the function by which libraries import the code of a folder
 IMPORTERS = ("transformers.dynamic_module_utils", "diffusers.utils.dynamic_modules_utils")
 IMPORT = "get_class_in_module"
-# what libraries say where a folder has code that may not run
+# libraries' messages about a folder whose code may not run
 COMPLAINTS = ("custom code", "trust_remote_code", "remote code")
 _refused: ContextVar[bool] = ContextVar("foreign_code_refused", default=False)
 
 
 class ForeignCode(UserError):
-    """Says that a folder's own Python code was not run."""
+    """Signals that a folder's Python code was not run."""
 
 
 @contextmanager
 def guarded(trusted: bool = False) -> Iterator[None]:
     """Refuse code of a folder while a model is loaded, unless it is ``trusted``; under ``--safe``
-    it never is. Threads and callers outside are left alone."""
+    it never is. Other threads and callers are not affected."""
     if trusted and is_safe():
         raise ForeignCode(
             "remote_code: true runs Python code of the model's folder, which --safe refuses; read "
@@ -54,7 +53,7 @@ def is_about_code(error: BaseException) -> bool:
 
 
 def _guard_libraries() -> None:
-    """Put the check before what imports the code of folders, once."""
+    """Patch the check into the functions that import code of folders, once."""
     for name in IMPORTERS:
         module = sys.modules.get(name)
         if module is None:  # a library that is not loaded runs nothing
@@ -63,7 +62,7 @@ def _guard_libraries() -> None:
         if not hasattr(importer, "__wrapped__"):
             setattr(module, IMPORT, _checked(importer))
         if hasattr(module, "TIME_OUT_REMOTE_CODE"):
-            # seconds that transformers waits for an answer at the terminal: it does not ask
+            # seconds that transformers waits for an answer at the terminal; 0: it does not ask
             module.__dict__["TIME_OUT_REMOTE_CODE"] = 0
 
 
@@ -78,8 +77,8 @@ def _checked(importer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finished(cls: Any) -> Any:
-    """Let a model's class that never calls ``post_init`` do so when it was made, which transformers
-    before 5 did not need (LLaDA's, MMaDA's and others of their time)."""
+    """Call ``post_init`` after the constructor of a class that never calls it, which transformers
+    before 5 did not require (LLaDA, MMaDA and others of their time)."""
     from transformers import PreTrainedModel
 
     if not issubclass(cls, PreTrainedModel) or "__init__" not in vars(cls):

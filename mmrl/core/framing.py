@@ -1,5 +1,5 @@
-"""Says what pictures lose, and how far they are enlarged, where they are cut at their middle and
-scaled to the size that a model is trained on."""
+"""Reports what pictures lose by the centre crop, and how far they are upscaled, at a model's
+training size."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from mmrl.core.media.pictures import PictureError, opened, upright_size
 
-ANSWERS = ("answer", "chosen", "rejected")  # what is learned of a row
+ANSWERS = ("answer", "chosen", "rejected")  # fields of a row that are learned
 MOST_MEASURED = 5000  # pictures whose headers are read
 Size = tuple[int, int]  # height, width
-MUCH = 0.1  # of a picture's area, or of its sides
+MUCH = 0.1  # of a picture's area, or its sides
 
 
 @dataclass(frozen=True)
 class Framed:
-    """Holds a picture's name, its size and the size that it is brought to."""
+    """Holds a picture's name, its size and its target size."""
 
     name: str
     size: Size
@@ -28,18 +28,18 @@ class Framed:
 
     @property
     def scale(self) -> float:
-        """Return by how much it is enlarged."""
+        """Return the factor by which it is upscaled."""
         return max(want / side for side, want in zip(self.size, self.target))
 
     @property
     def lost(self) -> float:
-        """Return the share of its area that is cut off."""
+        """Return the share of its area that is cropped."""
         return 1 - math.prod(self.target) / (self.scale**2 * math.prod(self.size))
 
 
 def sentence(pictures: Iterable[Framed]) -> str:
-    """Count the pictures that lose much to the cut, and those that are much enlarged; "" where none
-    is."""
+    """Count the pictures that lose much by cropping, and those that are much upscaled; "" if
+    none."""
     listed = list(pictures)
     cut = [each for each in listed if each.lost > MUCH]
     enlarged = [each for each in listed if each.scale > 1 + MUCH]
@@ -65,8 +65,8 @@ def sentence(pictures: Iterable[Framed]) -> str:
 def framed(
     prompts: Sequence[Mapping[str, Any]], targets: Sequence[Size | None]
 ) -> Iterator[Framed]:
-    """Read the sizes of the pictures that are learned of prompts, of very many of some, which are
-    brought to ``targets``."""
+    """Read the sizes of the pictures that are learned, of a sample if there are many, and the
+    nearest of ``targets``."""
     step = 1 + len(prompts) // MOST_MEASURED
     for prompt, target in list(zip(prompts, targets, strict=True))[::step]:
         for name in ANSWERS:
@@ -80,8 +80,7 @@ def framed(
 
 
 def nearest(size: Size, buckets: Sequence[Size]) -> Size:
-    """Return the bucket whose proportions are nearest to those of a picture; of equally near ones
-    that of the nearest area."""
+    """Return the bucket of the nearest aspect ratio; in a tie, that of the nearest area."""
 
     def apart(bucket: Size) -> tuple[float, float]:
         proportions = math.log(bucket[0] / bucket[1]) - math.log(size[0] / size[1])

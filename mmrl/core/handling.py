@@ -1,4 +1,4 @@
-"""Defines the options that every reward has; ``mmrl.scoring.handling`` does what they say."""
+"""Defines the options that every reward has, implemented in ``mmrl.scoring.handling``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mmrl.core.errors import UserError
 
 @dataclass(frozen=True)
 class Handling:
-    """Holds options that every reward has besides its own; a reward's own option of the same name
-    wins."""
+    """Holds the common options of rewards; a reward's own option of the same name takes
+    precedence."""
 
     device: str | None = None  # device of its networks and samples; null: unchanged
     # precision of autocast; null: float32 without autocast
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    batch_size: Annotated[int, Ge(1)] | None = None  # samples it sees at once; null: all
-    # parts of batch_size samples that a reward which is an async function is asked about at once
+    batch_size: Annotated[int, Ge(1)] | None = None  # samples per call; null: all
+    # concurrent calls of batch_size samples, for a reward that is an async function
     concurrency: Annotated[int, Ge(1)] = 16
     offload: bool = False  # keep its networks on the CPU while the policy samples and trains
     # seconds that one call may take, else its samples have no value; null: no limit
@@ -27,9 +27,11 @@ class Handling:
     # cache values by the content of sample and prompt
     cache: Literal["memory", "disk"] | None = None
     cache_entries: Annotated[int, Ge(1)] = 65536  # values in memory, least recently used dropped
-    # where it is computed: by workers of a Ray cluster; null: in the process that trains
+    # where it is computed: by workers of a Ray cluster; null: in the training process
     place: Literal["ray"] | None = None
-    workers: Annotated[int, Ge(1)] = 1  # with place: how many, shared by the processes that train
+    workers: Annotated[int, Ge(1)] = (
+        1  # with place: number of workers, shared by the training processes
+    )
     worker_cpus: Annotated[float, Ge(0)] = 1.0  # with place: cores reserved for each
     worker_gpus: Annotated[float, Ge(0)] = 0.0  # with place: GPUs reserved for each
 
@@ -47,7 +49,7 @@ class Handling:
             )
 
     def of_worker(self) -> Handling:
-        """Return what a worker elsewhere does itself; the rest stays with the caller."""
+        """Return the options that a remote worker handles; the rest stays with the caller."""
         return Handling(
             device=self.device,
             dtype=self.dtype,
@@ -56,5 +58,5 @@ class Handling:
         )
 
     def of_caller(self) -> Handling:
-        """Return what is left to do for the caller of a worker."""
+        """Return the options that the caller of a worker handles."""
         return Handling(timeout=self.timeout, cache=self.cache, cache_entries=self.cache_entries)

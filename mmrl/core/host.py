@@ -1,4 +1,4 @@
-"""Caches on the host the values of tensors on the device, since every read waits for the device."""
+"""Caches values of device tensors on the host, since every read is a device sync."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 VALUES = "_mmrl_values"  # attribute of a tensor on a device: its copy on the host
-INDICES = "_mmrl_indices"  # attribute of a mask: where it holds
+INDICES = "_mmrl_indices"  # attribute of a mask: the indices where it is true
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU. The copy is cached with the tensor until it is changed in place, so
-    the device is read once."""
+    """Copy a tensor to the CPU. The copy is cached with the tensor until it is modified in place,
+    so the device is read once."""
     if tensor.device.type == "cpu":
         return tensor
     copy = _cached(tensor, VALUES)
@@ -19,7 +19,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def remember(tensor: Tensor, copy: Tensor) -> None:
-    """Cache a CPU copy as the values of the tensor's present version; ``on_host`` returns it."""
+    """Cache a CPU copy as the values of the tensor's current version; ``on_host`` returns it."""
     _cache(tensor, VALUES, copy)
 
 
@@ -29,25 +29,24 @@ def _cache(tensor: Tensor, name: str, value: Tensor) -> Tensor:
 
 
 def _cached(tensor: Tensor, name: str) -> Tensor | None:
-    """Return what was cached of the tensor's present version."""
+    """Return the value cached for the tensor's current version."""
     cached: tuple[int, Tensor] | None = vars(tensor).get(name)
     return cached[1] if cached and cached[0] == _version(tensor) else None
 
 
 def _version(tensor: Tensor) -> int:
-    """Count the tensor's in-place changes; 0 for tensors of inference mode, which have no counter
-    and are never changed here."""
+    """Count the tensor's in-place changes; 0 for inference tensors, which have no counter and are
+    never modified here."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Move a tensor. On the way to an accelerator the host does not wait for what the device is
-    still computing."""
+    """Move a tensor, to an accelerator without blocking the host."""
     return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
 def placed(copy: Tensor, device: torch.device | str) -> Tensor:
-    """Send a CPU tensor, and cache it as the values of what is on the device."""
+    """Send a CPU tensor to the device, and cache it as the device tensor's values."""
     tensor = sent(copy, device)
     if tensor is not copy:
         remember(tensor, copy)
@@ -55,8 +54,8 @@ def placed(copy: Tensor, device: torch.device | str) -> Tensor:
 
 
 def indices(mask: Tensor) -> Tensor:
-    """Return the places where a mask holds, [N] long in the flattened mask, on its device. The
-    device is read once for each mask."""
+    """Return the indices where a mask is true, [N] long in the flattened mask, on its device. The
+    device is read once per mask."""
     places = _cached(mask, INDICES)
     if places is not None:
         return places
@@ -70,6 +69,6 @@ def selected(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """Put values [N] where a mask holds, 0 elsewhere: [*mask]; the inverse of ``selected``, with
-    its gradient."""
+    """Scatter values [N] to where a mask is true, 0 elsewhere: [*mask]; the inverse of
+    ``selected``, with its gradient."""
     return values.new_zeros(mask.numel()).index_copy(0, indices(mask), values).view(mask.shape)

@@ -1,5 +1,5 @@
-"""Asks for a model or a data set of the hub before anything is loaded: in seconds, and with the
-true cause where it cannot be had. The libraries that load them try five times, for half a minute.
+"""Checks that a model or data set is available on the hub before anything is loaded: in seconds,
+and with the true cause if not. The loading libraries retry five times, for half a minute.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from mmrl.core.errors import UserError
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
-PATIENCE = 5.0  # seconds for one answer
+PATIENCE = 5.0  # timeout of a request in seconds
 CLIENTS = ("httpx", "requests")
 REMEDY = (
     "`hf download {name}` where there is a network and copy that cache (HF_HOME) here, give the "
@@ -19,11 +19,11 @@ REMEDY = (
 
 
 def check_model(path: str) -> None:
-    """Raise UserError if a path means a model of the hub that is neither in the local cache nor to
-    be had from the hub: the hub cannot be reached, or knows no such model.
+    """Raise UserError if a path is a hub id that is neither in the local cache nor available: the
+    hub cannot be reached, or has no such model.
 
-    A folder, ``world:NAME`` and everything else that is no ``owner/name`` passes, and so does what
-    can only be known by downloading.
+    A folder, ``world:NAME`` and everything else that is not ``owner/name`` passes, and so does what
+    only a download can tell.
     """
     if not REPOSITORY.fullmatch(path) or Path(path).exists():
         return
@@ -31,7 +31,7 @@ def check_model(path: str) -> None:
 
 
 def check_repository(name: str) -> None:
-    """Raise UserError as ``check_model`` does, for what can be nothing but a model of the hub."""
+    """Raise UserError as ``check_model`` does, for what can only be a hub id."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -51,11 +51,11 @@ def check_repository(name: str) -> None:
         ) from error
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"{constants.ENDPOINT} knows no model {name!r}, or it is private: look at the name, "
+            f"{constants.ENDPOINT} knows no model {name!r}, or it is private: check the name, "
             f"log in with `hf auth login`, or give a local folder (which is not there either: "
             f"{Path(name).absolute()})"
         ) from error
-    except HfHubHTTPError:  # it answers: loading says what it minds
+    except HfHubHTTPError:  # the hub answers: loading will report the problem
         return
     except Exception as error:
         if not is_of_the_network(error):
@@ -67,10 +67,10 @@ def check_repository(name: str) -> None:
 
 
 def ask_for_data_set(name: str, revision: str | None = None) -> None:
-    """Ask the hub for a data set, unless the cache has it or the machine is said to be offline.
+    """Query the hub for a data set, unless it is cached or the machine is set to offline.
 
     Raises:
-        huggingface_hub's errors, or its HTTP client's, where it cannot be had.
+        huggingface_hub's errors, or its HTTP client's, if it is not available.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
@@ -82,19 +82,19 @@ def ask_for_data_set(name: str, revision: str | None = None) -> None:
             HfApi().auth_check(name, repo_type="dataset")
     except (GatedRepoError, RepositoryNotFoundError):
         raise
-    except HfHubHTTPError:  # it answers: loading says what it minds
+    except HfHubHTTPError:  # the hub answers: loading will report the problem
         return
 
 
 def is_of_the_network(error: BaseException) -> bool:
-    """Tell whether an error is of the connection to the hub, which speaks HTTP by one of two
-    libraries."""
+    """Tell whether an error is a connection error, of either HTTP library that huggingface_hub
+    uses."""
     return isinstance(error, OSError) or type(error).__module__.startswith(CLIENTS)
 
 
 def cached(name: str, kind: str = "models") -> bool:
-    """Tell whether the local cache has a version of a model, or of one of the ``datasets``; what of
-    it is missing is downloaded while it loads."""
+    """Tell whether the local cache has a version of a model, or of one of the ``datasets``; missing
+    files are downloaded while it loads."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}" / "snapshots"

@@ -1,4 +1,4 @@
-"""Describes what a number was measured on: processor, memory, accelerators, versions, commit."""
+"""Describes the machine of a measurement: processor, memory, accelerators, versions, commit."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ PACKAGES = (
 
 
 def peak_memory_gib() -> float | None:
-    """Return the most memory this process has held so far in GiB: on the accelerator if it uses
-    one, else resident; None where the system does not say."""
+    """Return the peak memory of this process in GiB: on the accelerator if it uses one, else
+    resident; None if unknown."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return float(torch.cuda.max_memory_allocated() / 2**30)
     if resource is None:
         return None
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes on macOS, KiB elsewhere
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
 
 
 def version(package: str) -> str | None:
-    """Return the installed version by its metadata, without an import; None if not installed. Of
-    mmrl it is that of the code that runs: its distribution has another name."""
+    """Return the installed version from its metadata, without an import; None if not installed. For
+    mmrl, whose distribution has another name, that of the running code."""
     if package == "mmrl":
         return __version__
     try:
@@ -70,8 +70,7 @@ def cpu_model() -> str:
 
 
 def cores() -> int:
-    """Count the logical cores this process may use, fewer than the machine's inside a container or
-    under taskset."""
+    """Count the logical cores this process may use, which a container or taskset may limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -108,7 +107,7 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """Return the command line of this process, fit to be typed again."""
+    """Return the command line of this process, quoted for a shell."""
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
     if program == "__main__.py":
         program = f"python -m {Path(sys.argv[0]).parent.name}"

@@ -1,5 +1,5 @@
-"""Writes nests of tensors and plain values as bytes, and reads them: safetensors with a header,
-nothing of which is ever executed.
+"""Serialises nests of tensors and plain values: safetensors with a header; no code is ever
+executed.
 
 A nest is a dict with texts as keys, a list or a tuple of nests, a tensor, or None, a truth value, a
 number or a text.
@@ -16,12 +16,12 @@ from torch import Tensor
 FORMAT = "mmrl-message-1"
 DEPTH = 16  # dicts and lists inside each other
 TENSORS = 20_000
-HEADER = 2**24  # bytes of what describes the tensors
+HEADER = 2**24  # bytes of the header
 TENSOR, DICT, LIST, TUPLE = "tensor", "dict", "list", "tuple"
 
 
 class BadMessage(ValueError):
-    """Says what is wrong with bytes that should be a message."""
+    """Says what is wrong with the bytes of a message."""
 
 
 def pack(nest: Any) -> bytes:
@@ -54,19 +54,19 @@ def _outlined(nest: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpack(content: bytes | bytearray) -> Any:
-    """Read a nest whose bytes anyone may have sent. Raises BadMessage."""
+    """Read a nest from untrusted bytes. Raises BadMessage."""
     from safetensors.torch import load
 
     outline = _outline(content)
     try:
         tensors = load(bytes(content))
-    except Exception as error:  # whatever a decoder says of bytes that anyone may have sent
+    except Exception as error:  # whatever a decoder raises on untrusted bytes
         raise BadMessage(f"is no safetensors file ({type(error).__name__})") from error
     return _filled(outline, tensors, 0)
 
 
 def _outline(content: bytes | bytearray) -> Any:
-    """Read the outline in a message's header, before any tensor is."""
+    """Read the outline in a message's header, before any tensor."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or length > min(HEADER, len(content) - 8):
         raise BadMessage("is no safetensors file, or has too long a header")
@@ -109,8 +109,8 @@ def _filled(outline: Any, tensors: dict[str, Tensor], depth: int) -> Any:
 
 
 def halved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Round floats to bfloat16, at half of the bytes; one number a row, such as the noise of a
-    step, stays."""
+    """Round floats to bfloat16, for half the bytes; one number per row, such as the noise of a
+    step, is kept."""
     return {
         name: x.to(torch.bfloat16) if x.is_floating_point() and x.numel() > len(x) else x
         for name, x in tensors.items()

@@ -1,8 +1,7 @@
-"""Records the quantities that a loss reports besides its value.
+"""Records metrics from inside a loss.
 
-An objective returns only its loss; whatever else is worth a curve it records by ``observe``.
-Outside a training step the call does nothing and costs nothing, so objectives stay pure to look
-at and ten lines long.
+An objective returns only its loss and records any other curve by ``observe``. Outside a training
+step the call does nothing, so objectives stay pure functions and short.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ _listening: list[Meter] = []
 
 
 def observe(name: str, value: Tensor, mask: Tensor | None = None) -> None:
-    """Record the mean and the largest absolute value of a tensor [B, L] where ``mask`` [B, L]
-    holds."""
+    """Record the mean and the largest absolute value of a tensor [B, L] where ``mask`` [B, L] is
+    true."""
     for meter in _listening:
         meter.add(name, value.detach(), mask)
 
@@ -44,7 +43,7 @@ class Meter:
 
     @contextmanager
     def alone(self) -> Iterator[Meter]:
-        """Listen in the place of all others: what a loss beside the policy's says is not its."""
+        """Be the only meter inside: another loss than the policy's is recorded separately."""
         before = _listening[:]
         _listening[:] = [self]
         try:
@@ -53,7 +52,7 @@ class Meter:
             _listening[:] = before
 
     def mark(self) -> tuple[dict[str, Tensor], ...]:
-        """Return the present counts, sums and maxima, for ``restore``."""
+        """Return the current counts, sums and maxima, for ``restore``."""
         return dict(self.sums), dict(self.tops), dict(self.sizes)
 
     def restore(self, mark: tuple[dict[str, Tensor], ...]) -> None:
@@ -84,8 +83,8 @@ class Meter:
         return total / count if count else float("nan")
 
     def means(self) -> dict[str, float]:
-        """Return the mean of every name, as ``mean`` gives it, by one collective call and one wait
-        for the device."""
+        """Return the mean of every name, as ``mean``, by one collective call and one device
+        sync."""
         names = sorted(self.sums)
         if not names:
             return {}
@@ -115,7 +114,7 @@ class Meter:
 
 
 class Stopwatch:
-    """Adds up the seconds of an iteration's parts, by name."""
+    """Sums the seconds of an iteration's parts, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -123,19 +122,19 @@ class Stopwatch:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add the block's duration to the seconds of ``name``; nothing where it raises."""
+        """Add the block's duration to the seconds of ``name``; nothing if it raises."""
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds as metrics, and start again at zero."""
+        """Return the seconds as metrics, and reset to zero."""
         seconds = self.seconds
         self.seconds = {}
         self.began = time.perf_counter()
         return {f"time/{name}": value for name, value in seconds.items()}
 
     def lap_with_share(self, name: str) -> dict[str, float]:
-        """Return the lap, and which share of all the time since the last lap ``name`` took."""
+        """Return the lap, and the share of ``name`` in the time since the last lap."""
         share = self.seconds.get(name, 0.0) / (time.perf_counter() - self.began)
         return self.lap() | {f"time/{name}_share": share}

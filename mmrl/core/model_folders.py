@@ -1,5 +1,5 @@
-"""Knows folders of models as transformers, diffusers and peft write them: where they lie, what they
-hold, and whose classes they name."""
+"""Reads model folders as transformers, diffusers and peft write them: where they are, their
+contents, and the classes they name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 
 ADAPTER = "adapter_config.json"  # of peft
 LIBRARIES = ("diffusers", "transformers")
-# model types of folders as first published: whose conversion to take, and what converts them
+# model types of authors' original folders: the converted ones, and the conversion scripts
 ORIGINALS = {
     "Emu3": ("BAAI/Emu3-Gen-hf or BAAI/Emu3-Chat-hf", "emu3/convert_emu3_weights_to_hf.py"),
     "multi_modality": (
@@ -27,14 +27,14 @@ ORIGINALS = {
         "internvl/convert_internvl_weights_to_hf.py",
     ),
 }
-# beginnings of hub ids that are not here yet
+# prefixes of hub ids that are not local yet
 IDS = {"BAAI/Emu3-": "Emu3", "deepseek-ai/Janus": "multi_modality"}
 CONFIGS = ("config.json", "model_index.json", "preprocessor_config.json", ADAPTER)
 
 
 def folder_of(place: str, subfolder: str = "") -> Path | None:
-    """Return the local folder of a model or of one of its parts; of a hub id where its cache lies;
-    None where there is none yet."""
+    """Return the local folder of a model or of one of its parts; of a hub id its cached snapshot;
+    None if there is none yet."""
     local = Path(place)
     if local.exists():
         return local / subfolder if (local / subfolder).is_dir() else None
@@ -45,7 +45,7 @@ def folder_of(place: str, subfolder: str = "") -> Path | None:
     for name in CONFIGS:
         try:
             file = try_to_load_from_cache(place, prefix + name)
-        except HFValidationError:  # a path that is not there
+        except HFValidationError:  # a path that does not exist
             return None
         if isinstance(file, str):
             return Path(file).parent
@@ -53,8 +53,7 @@ def folder_of(place: str, subfolder: str = "") -> Path | None:
 
 
 def adapted_base(folder: Path) -> str | None:
-    """Name the base model of an adapter of peft ("" where it names none); None for other
-    folders."""
+    """Return the base model of a peft adapter ("" if it names none); None for other folders."""
     if not (folder / ADAPTER).is_file():
         return None
     try:
@@ -65,8 +64,8 @@ def adapted_base(folder: Path) -> str | None:
 
 
 def refuse_adapter(place: str, folder: Path | None) -> None:
-    """Raise UserError for a folder that holds an adapter of peft: libraries would load it onto the
-    base that it names, and say nothing."""
+    """Raise UserError for a folder with a peft adapter: libraries would silently load it onto the
+    base that it names."""
     base = None if folder is None else adapted_base(folder)
     if base is not None:
         raise UserError(
@@ -77,8 +76,8 @@ def refuse_adapter(place: str, folder: Path | None) -> None:
 
 
 def refuse_original(place: str, folder: Path | None) -> None:
-    """Raise UserError for a folder in the layout of a model's authors that transformers has only
-    in its own, under another name."""
+    """Raise UserError for a folder in the authors' layout of a model that transformers reads only
+    in its own layout."""
     kind = next((kind for start, kind in IDS.items() if place.startswith(start)), "")
     if folder is not None:
         kind = _model_type(folder)
@@ -95,12 +94,12 @@ def refuse_original(place: str, folder: Path | None) -> None:
 def _model_type(folder: Path) -> str:
     try:
         return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):  # what else is wrong is said elsewhere
+    except (OSError, ValueError, KeyError, TypeError):  # other problems are reported elsewhere
         return ""
 
 
 def refuse_file(place: str) -> None:
-    """Raise UserError for a path that is a file where a folder is meant: a model in one file."""
+    """Raise UserError for a path that is a file instead of a folder: a model in one file."""
     file = Path(place)
     if not file.is_file():
         return
@@ -119,7 +118,7 @@ def refuse_file(place: str) -> None:
 
 
 def refuse_gguf(folder: Path) -> None:
-    """Raise UserError for a folder whose only weights are quantised in GGUF."""
+    """Raise UserError for a folder with GGUF weights only."""
     files = sorted(folder.glob("*.gguf"))
     if files and not any(file.suffix in weight_files.WEIGHTS for file in folder.iterdir()):
         raise UserError(_gguf(files[0]))
@@ -133,22 +132,22 @@ def _gguf(file: Path) -> str:
 
 
 def refuse_eight_bits(folder: Path) -> None:
-    """Raise UserError for weights in floats of 8 bits."""
+    """Raise UserError for weights in fp8."""
     for file in sorted(folder.glob("*.safetensors")):
         weight_files.refuse_eight_bits(file)
 
 
 def is_entry(entry: Any) -> bool:
-    """Tell whether a value of an index names a part: (library, class), in modular ones with where
-    it lies."""
+    """Tell whether a value of an index names a part: (library, class), in modular ones with its
+    location."""
     if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
         return False
     return len(entry) == 2 or isinstance(entry[2], dict)
 
 
 def check_libraries(index: Mapping[str, Any], place: str) -> None:
-    """Raise UserError for a pipeline with classes that are of no installed library: they would be
-    code of its folder."""
+    """Raise UserError for a pipeline with classes of no installed library: they would be code of
+    its folder."""
     import diffusers
 
     name = index.get("_class_name", "")
@@ -170,7 +169,7 @@ def check_libraries(index: Mapping[str, Any], place: str) -> None:
 
 
 def class_of(entry: Sequence[Any]) -> type | None:
-    """Find the class of a part by its entry in an index, (library, class); None: it has none."""
+    """Find the class of a part by its entry in an index, (library, class); None if it has none."""
     import diffusers
     import transformers
 
@@ -183,7 +182,7 @@ def class_of(entry: Sequence[Any]) -> type | None:
 
 
 def networks_of(index: Mapping[str, Any], place: str) -> dict[str, type]:
-    """List the classes of the parts of a pipeline that are networks and have a folder."""
+    """List the classes of a pipeline's networks that have a folder."""
     entries = {name: entry for name, entry in index.items() if not name.startswith("_")}
     classes = {name: class_of(entry) for name, entry in entries.items() if is_entry(entry)}
     return {name: cls for name, cls in classes.items() if is_network(cls) and has_part(place, name)}
@@ -195,5 +194,5 @@ def is_network(entry: Any) -> TypeGuard[type[nn.Module]]:
 
 
 def has_part(place: str, name: str) -> bool:
-    """Tell whether a folder has a folder for a part; a hub id is taken to be complete."""
+    """Tell whether a folder has a folder for a part; a hub id is assumed to be complete."""
     return not Path(place).exists() or (Path(place) / name).is_dir()

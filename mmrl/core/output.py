@@ -1,5 +1,5 @@
-"""Keeps printing from ending a command: a closed pipe, a gone terminal or a full disk behind stdout
-is no reason to stop a training."""
+"""Keeps printing from ending a command: a closed pipe, a lost terminal or a full disk must not stop
+training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 
 class Lasting:
-    """Writes to a stream for as long as that works, and to nowhere afterwards."""
+    """Writes to a stream until that fails, then discards."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -37,24 +37,24 @@ class Lasting:
         return getattr(self.stream, name)
 
     def _encodable(self, text: str) -> str:
-        """Replace what the terminal's encoding does not have."""
+        """Replace characters that the terminal's encoding lacks."""
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         return text.encode(encoding, "replace").decode(encoding)
 
     def _give_up(self) -> None:
-        """Lead the stream to nowhere: what is left in its buffer would fail again at the end."""
+        """Redirect the stream to /dev/null: flushing its buffer at exit would fail again."""
         self.broken = True
         try:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)
-        except (OSError, ValueError, AttributeError):  # no file stands behind it
+        except (OSError, ValueError, AttributeError):  # it has no file descriptor
             return
 
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let ``print`` and the like never fail inside the block."""
+    """Make ``print`` and the like never fail inside the block."""
     _occupy()
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_lasting(stream) for stream in streams)
@@ -67,8 +67,8 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: Any) -> Any:
-    """Wrap a stream; in the place of one that was closed before the command began (``>&-``), one
-    that leads nowhere."""
+    """Wrap a stream; one that was closed before the command began (``>&-``) is replaced by a null
+    stream."""
     if stream is None:
         nowhere = Lasting(io.StringIO())
         nowhere.broken = True
@@ -77,15 +77,15 @@ def _lasting(stream: Any) -> Any:
 
 
 def _occupy() -> None:
-    """Give the numbers of closed standard streams to nowhere: a file that is opened later would get
-    one, and what libraries print would be written into it."""
+    """Open /dev/null for closed standard streams: a file opened later would get their descriptor,
+    and libraries would print into it."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
 
 
 def redraws(stream: Any) -> bool:
-    """Tell whether a line can be drawn again on a stream: a terminal that moves its cursor."""
+    """Tell whether a stream can redraw a line: a terminal with cursor movement."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")

@@ -1,17 +1,15 @@
-"""Makes ``rewards`` and ``samplers`` mean mmrl's own packages, whatever the working directory
-holds.
+"""Makes ``rewards`` and ``samplers`` mean mmrl's packages, whatever is in the working directory.
 
-The two packages lie beside ``mmrl`` in a checkout and inside it in an installed wheel, and are
-found there by place, never by ``sys.path``: ``python -m mmrl`` and ``accelerate launch -m mmrl``
-put the working directory at its head, where a user's own ``rewards.py`` may lie. That file stays
-usable:
+The two packages are next to ``mmrl`` in a checkout and inside it in an installed wheel, and are
+found there by path, never by ``sys.path``: ``python -m mmrl`` and ``accelerate launch -m mmrl`` put
+the working directory first, which may hold a user's ``rewards.py``. That file stays usable:
 
-* ``rewards:redness`` in a configuration is the user's if there is such a file, else ours;
-* ``from rewards import redness`` in a user's own code finds what ours does not have in theirs;
-* underneath, the user's module is called ``users_rewards``.
+* ``rewards:redness`` in a configuration is the user's if there is such a file, else mmrl's;
+* ``from rewards import redness`` in a user's code falls back from mmrl's module to theirs;
+* internally, the user's module is called ``users_rewards``.
 
-To users ours are called ``mmrl.rewards`` and ``mmrl.samplers``, the same modules under names that
-nobody else has: ``from mmrl.rewards import clip_score``.
+For users, mmrl's packages are also ``mmrl.rewards`` and ``mmrl.samplers``, the same modules under
+unambiguous names: ``from mmrl.rewards import clip_score``.
 
 Importing this module installs the finder; it needs the standard library only.
 """
@@ -36,7 +34,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def folder_of(name: str) -> Path:
-    """Return where our package of that name lies: inside ``mmrl`` in a wheel, else beside it."""
+    """Return the folder of mmrl's package of that name: inside ``mmrl`` in a wheel, else next to
+    it."""
     installed = PACKAGE / name
     return installed if installed.is_dir() else PACKAGE.parent / name
 
@@ -47,19 +46,19 @@ def is_ours(module: ModuleType) -> bool:
 
 
 def import_named(place: str) -> ModuleType:
-    """Import a module that a configuration names: the user's if there is one, else ours."""
+    """Import a module that a configuration names: the user's if there is one, else mmrl's."""
     if place.partition(".")[0] in OURS:
         theirs = USERS + place
         try:
             return importlib.import_module(theirs)
         except ModuleNotFoundError as error:
             if not f"{theirs}.".startswith(f"{error.name}."):
-                raise  # the user's module is there, and lacks something that it imports itself
+                raise  # the user's module exists, but one of its own imports is missing
     return importlib.import_module(place)
 
 
 class OurPackages(MetaPathFinder):
-    """Finds our packages by place, the user's modules of the same names, and the public names."""
+    """Finds mmrl's packages by path, the user's modules of the same names, and the public names."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -78,7 +77,7 @@ class OurPackages(MetaPathFinder):
 
 
 class _Open(SourceFileLoader):
-    """Loads our package and lets it answer for names that only the user's module has."""
+    """Loads mmrl's package, with a fallback for names that only the user's module has."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -86,7 +85,7 @@ class _Open(SourceFileLoader):
 
 
 class _Same(Loader):
-    """Gives a module under a second name, the same object."""
+    """Loads a module under a second name, as the same object."""
 
     def __init__(self, known_as: ModuleSpec):
         self.known_as = known_as
@@ -97,8 +96,8 @@ class _Same(Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = self.known_as.name
         loaded = importlib.import_module(name)
-        # Python puts an imported submodule into its parent's names, where a reward's class may
-        # stand already: what is loaded is not imported again under its second name.
+        # Python sets an imported submodule as an attribute of its parent, where a reward's class
+        # may have that name: what is loaded is not imported again under its second name.
         for known in [known for known in sys.modules if known.startswith(f"{name}.")]:
             sys.modules[module.__name__ + known.removeprefix(name)] = sys.modules[known]
         sys.modules[module.__name__] = loaded
@@ -131,8 +130,8 @@ def _alias(name: str, known_as: str) -> ModuleSpec | None:
 
 
 def _of_the_user(name: str) -> ModuleSpec | None:
-    """Find what the user calls ``rewards`` in the working directory or on ``sys.path``, under the
-    name ``users_rewards``."""
+    """Find a user's ``rewards`` in the working directory or on ``sys.path``, as
+    ``users_rewards``."""
     ours = name.removeprefix(USERS)
     for entry in dict.fromkeys([os.getcwd(), *(place or os.getcwd() for place in sys.path)]):
         spec = PathFinder.find_spec(ours, [entry])
@@ -154,17 +153,18 @@ def _places(spec: ModuleSpec | None) -> list[Path]:
 
 
 def _of_some_mmrl(folder: Path) -> bool:
-    """Tell ours from a user's, also that of a second checkout that is on ``sys.path`` too."""
+    """Tell whether a package is mmrl's, including a second checkout on ``sys.path``."""
     return (folder.parent / "mmrl" / "core" / "registry.py").is_file() or folder.parent == PACKAGE
 
 
 def _open(package: ModuleType) -> None:
-    """Let ``from rewards import redness`` find the user's ``redness`` where ours has none."""
+    """Let ``from rewards import redness`` find the user's ``redness`` if mmrl's package has
+    none."""
     name = package.__name__
     find = vars(package).get("__getattr__")
 
     def missing(attribute: str) -> Any:
-        # of a module of ours that is not loaded yet, Python asks here first
+        # for an mmrl module that is not loaded yet, Python asks here first
         ours = PathFinder.find_spec(f"{name}.{attribute}", list(package.__path__))
         if ours is None and not attribute.startswith("__"):
             try:
@@ -186,7 +186,7 @@ def _open(package: ModuleType) -> None:
 
 
 def install() -> None:
-    """Make our packages findable, and rename the user's where they were imported before mmrl."""
+    """Install the finder, and rename the user's modules if they were imported before mmrl."""
     if any(isinstance(finder, OurPackages) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, OurPackages())

@@ -1,5 +1,4 @@
-"""Finds files: configurations and pages shipped with the package, the cache of what worlds
-build."""
+"""Finds files: configurations and pages shipped with the package, the cache of built worlds."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def cache_dir() -> Path:
-    """Return ``$MMRL_CACHE``, else ``$XDG_CACHE_HOME/mmrl``, else ``~/.cache/mmrl``; creates
-    none."""
+    """Return ``$MMRL_CACHE``, else ``$XDG_CACHE_HOME/mmrl``, else ``~/.cache/mmrl``; does not
+    create it."""
     if chosen := os.environ.get("MMRL_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -49,8 +48,8 @@ def config_names() -> list[str]:
 def find_config(name: str | Path) -> Path:
     """Return the configuration file of that path or name; ``.yaml`` may be left off.
 
-    Looked for as a path, then below ``./configs``, then among the shipped ones, so that
-    ``digits/flow_grpo`` and ``configs/digits/flow_grpo.yaml`` mean the same file everywhere. Raises
+    Tried as a path, then below ``./configs``, then among the shipped ones, so that
+    ``digits/flow_grpo`` and ``configs/digits/flow_grpo.yaml`` are the same file everywhere. Raises
     ``UserError`` with the nearest names.
     """
     text = Path(name).as_posix()
@@ -61,7 +60,7 @@ def find_config(name: str | Path) -> Path:
             place.parent / f"{place.name}.yaml",
             place.parent / f"{place.name}.yml",
         ):
-            if isfile(path):  # also of a name too long for the system
+            if isfile(path):  # also for a name too long for the system
                 return path
     if Path(text).is_dir():
         raise UserError(f"{text} is a folder, not a configuration file; {_inside(short)}")
@@ -72,8 +71,8 @@ def find_config(name: str | Path) -> Path:
 
 
 def _near(stem: str) -> str:
-    """Say which configurations have such a name: the nearest, or those that contain it; else how
-    all are listed."""
+    """Suggest configurations of a similar name: the nearest, or those that contain it; else how to
+    list all."""
     names = config_names()
     if any(name.startswith(f"{stem}/") for name in names):
         return _inside(stem)

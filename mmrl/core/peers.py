@@ -1,5 +1,5 @@
-"""Makes the processes of a run aware of each other: they meet before anything is loaded, and each
-learns at once of one that has died, by a connection that the system closes with it."""
+"""Connects the processes of a run: they rendezvous before anything is loaded, and each detects at
+once that another has died, since the system closes its connection."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from typing import Any
 
 from mmrl.core.errors import UserError
 
-START = 300.0  # seconds in which all processes come
-LAST = 25.0  # seconds after which a process that waits for one that is gone is ended
-NEWS = 3.0  # seconds in which the news arrives of what has ended a collective call
-AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # by which torch takes a store for one that is served
-DIGITS = 8  # of a rank, as a process names itself
+START = 300.0  # seconds for all processes to connect
+LAST = 25.0  # seconds after which a process that waits for a dead one is ended
+NEWS = 3.0  # seconds to wait for the cause of a failed collective call
+AGENT = (
+    "TORCHELASTIC_USE_AGENT_STORE"  # variable by which torch knows that a launcher serves the store
+)
+DIGITS = 8  # bytes of a rank, as a process identifies itself
 FAILED, LEFT = b"failed\n", b"left\n"
 WORDS = {
     "died": "has died (killed, perhaps for want of memory)",
@@ -28,28 +30,28 @@ WORDS = {
 
 
 class Peers:
-    """Knows which other process is gone: ``gone`` is its rank and what became of it."""
+    """Tracks the other processes: ``gone`` is the rank of a dead one and what happened to it."""
 
     def __init__(self, rank: int, size: int):
         self.rank = rank
         self.size = size
         self.gone: tuple[int, str] | None = None
         self.news = threading.Event()
-        self.handled = threading.Event()  # the main thread ends the process by itself
-        self.connections: dict[socket.socket, int] = {}  # to the rank at the other end
+        self.handled = threading.Event()  # the main thread is ending the process
+        self.connections: dict[socket.socket, int] = {}  # connection -> rank at the other end
         self.server: socket.socket | None = None  # of rank 0, until all have connected
-        self.store: Any = None  # in which processes find each other
-        self.serves = False  # whether rank 0 does, not a launcher
+        self.store: Any = None  # the rendezvous store
+        self.serves = False  # whether rank 0 serves it, not a launcher
 
     def sentence(self) -> str:
-        """Say who is gone."""
+        """Return a sentence about the dead process."""
         assert self.gone is not None
         rank, how = self.gone
         return f"process {rank} of {self.size} {WORDS[how]}, and the others cannot go on without it"
 
     def listen(self) -> None:
-        """Hear of the others, in a thread: rank 0 of all, and every other of rank 0, which tells
-        it of the rest."""
+        """Watch the others, in a thread: rank 0 watches all, and every other rank 0, which forwards
+        the rest."""
         missing = self.size - 1 if self.server else 0
         while (self.connections or self.server) and not self.news.is_set():
             sockets = [*self.connections, *([self.server] if self.server else [])]
@@ -63,7 +65,7 @@ class Peers:
                     self._read(ready)
 
     def _accept(self, server: socket.socket) -> bool:
-        """Take a connection, whose first word is the rank; False: a stranger's."""
+        """Accept a connection, whose first word is the rank; False: not a process of this run."""
         connection, _ = server.accept()
         connection.settimeout(NEWS)
         try:
@@ -76,7 +78,7 @@ class Peers:
         return True
 
     def _read(self, connection: socket.socket) -> None:
-        """Read a word from a connection: how its process or another one has ended."""
+        """Read a message from a connection: how its process or another one has ended."""
         rank = self.connections[connection]
         try:
             content = connection.recv(64)
@@ -90,7 +92,7 @@ class Peers:
             self._hear(int(number) if number else rank, word)
 
     def _hear(self, rank: int, how: str) -> None:
-        """Note who is gone, tell the others of it, and see that this process ends too."""
+        """Record the dead process, notify the others, and make this process end too."""
         self.gone = (rank, how)
         self.tell(f"{how} {rank}\n".encode())
         self.news.set()
@@ -99,20 +101,20 @@ class Peers:
             os._exit(2)
 
     def tell(self, word: bytes) -> None:
-        """Send a word to all that are connected."""
+        """Send a message to all that are connected."""
         for connection in list(self.connections):
             with suppress(OSError):
                 connection.sendall(word)
 
 
 _met: list[Peers] = []
-_past: list[Peers] = []  # whose store others may still look into
+_past: list[Peers] = []  # others may still read its store
 
 
 def meet(limit: float = START) -> None:
-    """Wait for all processes that a launcher has started, once; nothing where there is one.
+    """Wait for all processes that a launcher has started, once; does nothing for one process.
 
-    Raises UserError, on each, where the port of the first is in use, or one does not come within
+    Raises UserError, on each, if the port of the first is in use, or one does not connect within
     ``limit`` seconds.
     """
     from torch import distributed as dist
@@ -130,15 +132,15 @@ def meet(limit: float = START) -> None:
         peers.store.set(f"{prefix}/port", str(peers.server.getsockname()[1]))
     _gather(peers, [f"{prefix}/{rank}" for rank in range(size)], limit)
     _met.append(peers)
-    with suppress(OSError):  # without connections all works, but a dead process is found later
+    with suppress(OSError):  # without connections all works, but a dead process is detected later
         if peers.rank:
             _connect(peers, int(peers.store.get(f"{prefix}/port")))
         threading.Thread(target=peers.listen, daemon=True).start()
 
 
 def _gather(peers: Peers, keys: list[str], limit: float) -> None:
-    """Say in the store that this process is here, and wait until every one has said so."""
-    missing = ["0"]  # which serves the store, where that does not answer
+    """Register this process in the store, and wait until all have done so."""
+    missing = ["0"]  # the server of the store, if that does not answer
     try:
         peers.store.set(keys[peers.rank], "here")
         try:
@@ -149,13 +151,12 @@ def _gather(peers: Peers, keys: list[str], limit: float) -> None:
     except RuntimeError as error:
         raise UserError(
             f"of {peers.size} processes, {', '.join(missing)} did not come within {limit:g} s; "
-            f"look at what they have printed, and start all of them again"
+            f"check their output, and start all of them again"
         ) from error
 
 
 def _store(peers: Peers, limit: float) -> Any:
-    """Open the store of all processes, as torchrun does or as rank 0 then serves it, in which torch
-    finds the others too."""
+    """Open the common store, served by torchrun or else by rank 0; torch uses it as well."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     peers.serves = os.environ.get(AGENT) != "True"
     serves = peers.rank == 0 and peers.serves
@@ -170,7 +171,7 @@ def _store(peers: Peers, limit: float) -> Any:
             ) from error
         raise UserError(
             f"process {peers.rank} of {peers.size} found no process 0 at {host}:{port} within "
-            f"{limit:g} s; look at what that one has printed, and at MASTER_ADDR and MASTER_PORT"
+            f"{limit:g} s; check its output, and MASTER_ADDR and MASTER_PORT"
         ) from error
     os.environ[AGENT] = "True"
     os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
@@ -178,8 +179,8 @@ def _store(peers: Peers, limit: float) -> Any:
 
 
 def _opened(host: str, port: int, serves: bool, limit: float) -> Any:
-    """Open a store within ``limit`` seconds: torch itself waits for ever where something else
-    listens at the port and says nothing. Raises RuntimeError or OSError."""
+    """Open a store within ``limit`` seconds: torch waits forever if something else listens at the
+    port without answering. Raises RuntimeError or OSError."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     wait = timedelta(seconds=limit)
@@ -209,7 +210,7 @@ def _connect(peers: Peers, port: int) -> None:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Let the system find out within 20 s where the other machine has gone without a word."""
+    """Let the system detect within 20 s that the other machine is unreachable (TCP keep-alive)."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
@@ -218,8 +219,8 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def gone(error: BaseException) -> Peers | None:
-    """Tell of a process that is gone, where that may be what has ended this one's work by
-    ``error``; from then on this process ends by itself."""
+    """Return the sentence about a dead process that may have caused ``error`` here; after that this
+    process ends by itself."""
     if not _met or not isinstance(error, RuntimeError):
         return None
     peers = _met[0]
@@ -231,8 +232,8 @@ def gone(error: BaseException) -> Peers | None:
 
 @contextmanager
 def watched(limit: float = START) -> Iterator[None]:
-    """Meet the other processes within ``limit`` seconds, and raise UserError for one that is gone;
-    tell them where an error ends this one."""
+    """Connect to the other processes within ``limit`` seconds, and raise UserError if one dies;
+    notify them if an error ends this one."""
     meet(limit)
     try:
         yield
@@ -247,12 +248,11 @@ def watched(limit: float = START) -> Iterator[None]:
 
 
 def leave() -> bool:
-    """Tell the others that this process is done; returns False where one of them was gone before,
-    and can no longer be spoken to."""
+    """Tell the others that this process is done; returns False if one of them has died before."""
     for peers in _met:
         peers.handled.set()
         peers.tell(LEFT)
-        if peers.serves:  # a second run in this program meets again
+        if peers.serves:  # a second run in this program connects again
             del os.environ[AGENT]
     _past.extend(_met)
     _met.clear()

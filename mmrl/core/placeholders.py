@@ -1,4 +1,4 @@
-"""Compares the places for pictures, clips and sounds in a prompt's text with those it brings."""
+"""Compares the media placeholders in a prompt's text with its pictures, clips and sounds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from mmrl.core.types import Prompt
 
 MARKS = re.compile(r"(<image>|<video>|<audio>)")
-# what a prompt brings of each kind, by the names that mean the same
+# kinds of media, with the names of their fields
 KINDS = {"image": ("images", "image"), "video": ("video", "videos"), "audio": ("audio", "audios")}
 NAMES = frozenset(("messages", *(name for names in KINDS.values() for name in names)))
 
 
 def misfit(prompt: Prompt) -> str | None:
-    """Say what is wrong with the media of a prompt as far as nothing has to be opened; None:
-    nothing. Without any place in the text media stand before it."""
+    """Say what is wrong with the media of a prompt, without opening any; None: nothing. Without
+    placeholders in the text, media come first."""
     text = prompt.get("text")
     if NAMES.isdisjoint(prompt) and (not isinstance(text, str) or "<" not in text):
         return None
@@ -33,7 +33,7 @@ def misfit(prompt: Prompt) -> str | None:
 
 
 def _miscounted(kind: str, count: int, places: list[bool]) -> str | None:
-    """Compare ``count`` media with the places for them, True where one brings its own."""
+    """Compare ``count`` media with their placeholders; True for one that contains its medium."""
     marked, waiting = len(places), len(places) - sum(places)
     if waiting > count:
         return (
@@ -49,7 +49,7 @@ def _miscounted(kind: str, count: int, places: list[bool]) -> str | None:
 
 
 def _places(prompt: Prompt, kind: str) -> Iterator[bool]:
-    """Yield for every place of a kind whether it brings its medium itself."""
+    """Yield for every placeholder of a kind whether it contains its medium."""
     messages = prompt.get("messages")
     contents = [prompt.get("text")] if messages is None else [m["content"] for m in messages]
     for content in contents:

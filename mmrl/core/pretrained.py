@@ -1,13 +1,12 @@
-"""The one door through which models of other libraries come in: networks, tokenizers, processors,
-schedulers, pipelines, configs. Nothing else in mmrl and rewards calls ``from_pretrained`` and its
-kin (``tests/core/test_pretrained.py``).
+"""The only place that loads models of other libraries: networks, tokenizers, processors,
+schedulers, pipelines, configs. Nothing else in mmrl and rewards calls ``from_pretrained`` or the
+like (``tests/core/test_pretrained.py``).
 
-What is checked: no Python code of a folder runs unless the caller says ``remote_code``, and nothing
-asks at the terminal (``foreign_code.py``); every weight that a model has was in its files, finite
-and with its shape (``complete_weights.py``); a folder that holds an adapter alone is no model
-(``model_folders.py``), nor one in its authors' own layout; a broken file is named
-(``weight_files.py``). Names that FSDP, DeepSpeed or torch.compile put around a model are taken off,
-with a warning.
+Checks: no Python code of a folder runs without ``remote_code``, and nothing prompts at the terminal
+(``foreign_code.py``); every weight of a model was in its files, finite and of its shape
+(``complete_weights.py``); folders with only an adapter, or in the authors' original layout, are
+refused (``model_folders.py``); a broken file is named (``weight_files.py``). Wrapper names of FSDP,
+DeepSpeed or torch.compile are removed, with a warning.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from mmrl.core.model_folders import (
     refuse_original,
 )
 
-# what these write while they load is said here in one sentence
+# their loading messages are replaced by one sentence here
 NOISY = ("transformers.modeling_utils", "diffusers.models.modeling_utils")
-ROOT = "model."  # under which trainers hold the model
-OUR_OWN = ("builtins", "mmrl", "rewards")  # whose other errors are no fault of a folder
+ROOT = "model."  # attributes under which trainers wrap the model
+OUR_OWN = ("builtins", "mmrl", "rewards")  # other errors of these are not caused by a folder
 _hollow: ContextVar[bool] = ContextVar("networks are made without weights", default=False)
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Make networks by their configs, on the meta device, in place of loading them: enough to tell
-    which prompts a policy can take."""
+    """Build networks from their configs on the meta device, instead of loading them: enough to
+    check which prompts a policy accepts."""
     token = _hollow.set(True)
     try:
         yield
@@ -74,11 +73,11 @@ def load_model(
         entry: class of transformers or diffusers, or an auto class.
         path: folder or hub id.
         subfolder: of the folder, for one part of a pipeline.
-        remote_code: run code of the folder, as the user has said.
-        unread: parts of names of weights that the caller does not use, and that may be missing.
+        remote_code: run code of the folder, as set by the user.
+        unread: name parts of weights that the caller does not use and that may be missing.
         options: ``dtype`` and others of ``from_pretrained``.
 
-    Raises UserError where it cannot be loaded, or not whole.
+    Raises UserError if it cannot be loaded completely.
     """
     place = _expanded(path)
     folder = folder_of(place, subfolder)
@@ -100,7 +99,7 @@ def load_model(
 
 
 def _named(entry: Any, folder: Path | None, subfolder: str, remote_code: bool) -> dict[str, Any]:
-    """Name the files that are meant, and whether code may run, as ``from_pretrained`` has it."""
+    """Return the arguments of ``from_pretrained`` for the files, and for whether code may run."""
     options: dict[str, Any] = {}
     if folder is not None and (variant := weight_files.variant_of(folder)):
         options["variant"] = variant
@@ -110,8 +109,7 @@ def _named(entry: Any, folder: Path | None, subfolder: str, remote_code: bool) -
 
 
 def _check_whole(net: nn.Module, loading: Loading, what: str, folder: Path | None) -> None:
-    """Raise UserError for a network that lacks weights or has broken ones; warn of tensors that it
-    does not use."""
+    """Raise UserError for a network with missing or broken weights; warn of unused tensors."""
     if complaint := complete_weights.complaint(net, loading, what):
         raise UserError((folder and weight_files.fault_in(folder)) or complaint)
     _check_finite(net, what, folder)
@@ -124,7 +122,7 @@ def _check_whole(net: nn.Module, loading: Loading, what: str, folder: Path | Non
 
 
 def _refuse_others(entry: Any, place: str, folder: Path | None, remote_code: bool) -> None:
-    """Raise UserError for a folder that holds something else than a model as libraries save it."""
+    """Raise UserError for a folder that is not a model as libraries save it."""
     refuse_adapter(place, folder)
     if not remote_code:
         refuse_original(place, folder)
@@ -137,8 +135,8 @@ def _refuse_others(entry: Any, place: str, folder: Path | None, remote_code: boo
 def load_processor(
     entry: Any, path: str | Path, *, subfolder: str = "", remote_code: bool = False, **options: Any
 ) -> Any:
-    """Load what has no weights by ``entry.from_pretrained``: a tokenizer, a processor, a config, a
-    scheduler. UserError where it cannot be loaded."""
+    """Load something without weights by ``entry.from_pretrained``: a tokenizer, a processor, a
+    config, a scheduler. UserError if it cannot be loaded."""
     place = _expanded(path)
     what = f"{place}/{subfolder}" if subfolder else place
     if not _is_of_diffusers(entry):
@@ -159,13 +157,13 @@ def load_pipeline(
     parts: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Load a pipeline of diffusers, each of its networks by itself and whole.
+    """Load a pipeline of diffusers, each network separately and completely.
 
     Args:
         cls: the class of the pipeline.
         path: folder or hub id.
         dtype: of its networks, or by their names, with a ``default``.
-        parts: what takes the place of its own parts; None: nothing does.
+        parts: replacements of its parts; None: none.
         options: of ``from_pretrained``.
     """
     place = _expanded(path)
@@ -193,17 +191,17 @@ def load_single_file(
     parts: Sequence[str] = (),
     **options: Any,
 ) -> Any:
-    """Load a network, or the ``parts`` of a pipeline, of one safetensors file by
-    ``entry.from_single_file`` of diffusers.
+    """Load a network, or the ``parts`` of a pipeline, from one safetensors file by diffusers'
+    ``entry.from_single_file``.
 
     Args:
-        file: with the original names of the tensors, or diffusers'.
-        place: local folder of diffusers, whose configurations hold; nothing is downloaded.
+        file: with the original or diffusers' tensor names.
+        place: local folder in diffusers' format, whose configurations are used; no downloads.
         subfolder: of a network; "" for a pipeline.
-        parts: networks of a pipeline that must be whole.
+        parts: networks of a pipeline that must be complete.
         options: further parts of a pipeline, which the file lacks.
 
-    Raises UserError where the class reads no such file, or it is not whole.
+    Raises UserError if the class does not read such a file, or it is incomplete.
     """
     if not hasattr(entry, "from_single_file"):
         raise UserError(
@@ -227,7 +225,7 @@ def load_single_file(
 
 
 def _check_filled(net: nn.Module, file: Path, place: str) -> None:
-    """Raise UserError for a network of which a file lacks weights, or has broken ones."""
+    """Raise UserError for a network of which a file has missing or broken weights."""
     empty = [name for name, tensor in net.state_dict().items() if tensor.is_meta]
     if empty:
         raise UserError(
@@ -240,7 +238,7 @@ def _check_filled(net: nn.Module, file: Path, place: str) -> None:
 def load_components(
     pipe: Any, names: Sequence[str], dtypes: dict[str, torch.dtype] | None = None
 ) -> None:
-    """Load parts of a modular pipeline of diffusers, its networks whole."""
+    """Load parts of a modular pipeline of diffusers, its networks completely."""
     networks = {}
     for name in names:
         spec = pipe.get_component_spec(name)
@@ -266,7 +264,7 @@ def load_config(entry: Any, path: str | Path, subfolder: str = "") -> dict[str, 
 
 
 def from_config(entry: Any, config: Any, **options: Any) -> Any:
-    """Make an object by its config, without weights."""
+    """Build an object from its config, without weights."""
     with guarded():
         return entry.from_config(config, **options)
 
@@ -274,8 +272,8 @@ def from_config(entry: Any, config: Any, **options: Any) -> Any:
 def from_tensors(
     entry: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[Any, Loading]:
-    """Make a model of transformers or diffusers of tensors by name, and say which of its weights
-    were among them."""
+    """Build a model of transformers or diffusers from tensors by name, and return its loading
+    info."""
     if _is_of_diffusers(entry):
         net = from_config(entry, config).to(dtype).eval()
         shapes = {name: value.shape for name, value in net.state_dict().items()}
@@ -298,7 +296,11 @@ def load_open_clip(name: str, tag: str | None, quick_gelu: bool) -> tuple[nn.Mod
     """Load a model of open_clip and its tokenizer by the names of ``open_clip.create_model``."""
     import open_clip
 
-    with guarded(), _quiet(), torch.random.fork_rng(devices=[]):  # weights are drawn, then loaded
+    with (
+        guarded(),
+        _quiet(),
+        torch.random.fork_rng(devices=[]),
+    ):  # weights are initialised at random, then loaded
         net: nn.Module = open_clip.create_model(
             name, tag, force_quick_gelu=quick_gelu, require_pretrained=True, weights_only=True
         )
@@ -311,7 +313,11 @@ def load_timm(name: str) -> nn.Module:
     """Load a model of timm with its weights."""
     import timm
 
-    with guarded(), _quiet(), torch.random.fork_rng(devices=[]):  # weights are drawn, then loaded
+    with (
+        guarded(),
+        _quiet(),
+        torch.random.fork_rng(devices=[]),
+    ):  # weights are initialised at random, then loaded
         net: nn.Module = timm.create_model(name, pretrained=True)
     _check_finite(net, name, None)
     return net
@@ -325,14 +331,14 @@ def _expanded(path: str | Path) -> str:
 
 
 def _typed(dtype: torch.dtype | dict[str, torch.dtype] | None, part: str) -> dict[str, Any]:
-    """Return the option for the type in which a part is loaded."""
+    """Return the option for the dtype of a part."""
     if isinstance(dtype, dict):
         dtype = dtype.get(part, dtype.get("default"))
     return {} if dtype is None else {"dtype": dtype}
 
 
 def _class_in(entry: Any, place: str, subfolder: str) -> Any:
-    """Return the class that a config names where ``entry`` is diffusers' AutoModel, which gives no
+    """Return the class named in a config if ``entry`` is diffusers' AutoModel, which gives no
     loading info; else ``entry``."""
     if entry.__name__ != "AutoModel" or not _is_of_diffusers(entry):
         return entry
@@ -349,7 +355,7 @@ def _class_in(entry: Any, place: str, subfolder: str) -> Any:
 
 
 def _made_hollow(entry: Any, place: str, subfolder: str) -> nn.Module:
-    """Make a network on the meta device by its config."""
+    """Build a network on the meta device from its config."""
     if _is_of_diffusers(entry):
         config = load_config(entry, place, subfolder)
     else:
@@ -374,16 +380,16 @@ def _is_of_transformers(entry: Any) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the tables and bars of the libraries while a model is loaded."""
+    """Silence the libraries' tables and progress bars while a model is loaded."""
     from transformers.utils import logging as of_transformers
 
-    of_transformers.disable_progress_bar()  # a bar for every part of a model would bury ours
+    of_transformers.disable_progress_bar()  # a bar for every part of a model would hide mmrl's
     if "diffusers" in sys.modules:
         from diffusers.utils import logging as of_diffusers
 
         of_diffusers.disable_progress_bar()
     loggers = [logging.getLogger(name) for name in NOISY]
-    for logger in loggers:  # by a filter: libraries do more where a level is set
+    for logger in loggers:  # by a filter: libraries change behaviour with the log level
         logger.addFilter(_is_error)
     try:
         yield
@@ -400,11 +406,11 @@ def _is_error(record: logging.LogRecord) -> bool:
 def _explained(
     entry: Any, what: str, folder: Path | None, remote_code: bool = False
 ) -> Iterator[None]:
-    """Turn what libraries raise where a folder is broken, absent or needs its own code into one
+    """Convert libraries' errors for a folder that is broken, missing or needs remote code to one
     sentence."""
     try:
         yield
-    except Exception as error:  # the hub, safetensors and tokenizers have types of their own
+    except Exception as error:  # the hub, safetensors and tokenizers have their own exception types
         if is_about_code(error) and not remote_code:
             raise UserError(_about_code(entry, what)) from error
         if isinstance(error, (UserError, NotImplementedError, AssertionError)):
@@ -430,8 +436,8 @@ def _about_code(entry: Any, what: str) -> str:
 
 
 def _without_wrappers(net: Any, loading: Loading, folder: Path, what: str) -> tuple[Any, Loading]:
-    """Load again without the names that trainers put around a model's, where that makes the model
-    whole; else return what there is."""
+    """Load again without trainers' wrapper names if that completes the model; else return the first
+    result."""
     files = weight_files.files_of(folder, weight_files.variant_of(folder))
     stored = {
         name: tensor
@@ -462,7 +468,7 @@ def _without_wrappers(net: Any, loading: Loading, folder: Path, what: str) -> tu
 
 
 def _check_finite(net: nn.Module, what: str, folder: Path | None) -> None:
-    """Raise UserError where a weight is NaN or infinite, naming file and tensor."""
+    """Raise UserError if a weight is NaN or infinite, naming file and tensor."""
     broken = list(weight_files.not_finite(net.state_dict()))
     if not broken:
         return

@@ -1,13 +1,12 @@
-"""Maps names in a configuration to the callables they stand for. The callable's signature is the
-schema.
+"""Maps names in a configuration to callables, whose signature is the schema.
 
 An entry is one of two things:
 
 * a **class**: building it calls ``cls(**options)``; the options are the parameters of ``__init__``
-  (``**options`` in ``__init__`` means: and whatever the base class accepts, or the dataclasses in
-  its ``term_types``, such as the terms of the policy gradient);
-* a **function**: building it binds its *keyword-only* parameters, the positional ones stay open for
-  the caller, so ``def jpeg(media, prompts, *, quality=95)`` is a reward with one option.
+  (``**options`` in ``__init__`` adds those of the base class, or of the dataclasses in its
+  ``term_types``, such as the terms of the policy gradient);
+* a **function**: building it binds its *keyword-only* parameters, the positional ones are left to
+the caller, so ``def jpeg(media, prompts, *, quality=95)`` is a reward with one option.
 
 This module imports nothing heavy: ``rewards`` depends on it and must stay light.
 """
@@ -38,13 +37,13 @@ SAFE = "MMRL_SAFE"  # environment variable
 # in Annotated[Callable[[], Policy], POLICIES, LATER]: the option is a function that builds the
 # plug-in, such as a model that a dry run does not load
 LATER = "LATER"
-# before the name of what exists only in the Python session of an ``mmrl.Trainer``
+# prefix of names that exist only in the Python session of an ``mmrl.Trainer``
 IN_PYTHON = "python"
 Registered = TypeVar("Registered", bound=Plugin)
 
 
 def describe(entry: Plugin) -> str:
-    """Return the first sentence or paragraph of the docstring, in one line, to show in tables."""
+    """Return the first sentence or paragraph of the docstring, in one line, for tables."""
     lines = []
     for line in (inspect.getdoc(entry) or "").split("\n"):
         if not line.strip():
@@ -56,20 +55,20 @@ def describe(entry: Plugin) -> str:
 
 
 def documentation(entry: Plugin) -> str:
-    """Return the docstring, with those of the terms whose options its base does not have."""
+    """Return the docstring, with those of the terms whose options the base lacks."""
     known = {part for base in getattr(entry, "__mro__", ())[1:] for part in _terms(base)}
     parts = (entry, *(part for part in _terms(entry) if part not in known))
     return "\n\n".join(inspect.getdoc(part) or "" for part in parts)
 
 
 def _terms(entry: Plugin) -> tuple[type, ...]:
-    """Return the dataclasses that a constructor makes from the ``**options`` it does not name."""
+    """Return the dataclasses that a constructor builds from its ``**options``."""
     return getattr(entry, "term_types", ())
 
 
 def options(entry: Plugin) -> dict[str, inspect.Parameter]:
     """Return the parameters a configuration may set, in order, with annotations resolved to types
-    where possible."""
+    if possible."""
     if not inspect.isclass(entry):
         arguments = inspect.signature(entry, eval_str=True).parameters.values()
         return {p.name: p for p in arguments if p.kind is p.KEYWORD_ONLY}
@@ -85,7 +84,7 @@ def options(entry: Plugin) -> dict[str, inspect.Parameter]:
     else:
         for part in _terms(entry):
             parameters.update((p.name, p) for p in _fields_of(part))
-    # what a subclass fills in itself, such as the network
+    # filled in by the subclass, such as the network
     hidden = getattr(entry, "not_options", ())
     return {name: p for name, p in parameters.items() if name not in hidden}
 
@@ -93,8 +92,8 @@ def options(entry: Plugin) -> dict[str, inspect.Parameter]:
 def make(entry: type, chosen: Mapping[str, Any]) -> Any:
     """Construct a plug-in from its options.
 
-    A dataclass on a base that is none gets the base's options too (``options``): as dataclasses
-    call no constructor of their base, the base's is called first.
+    A dataclass whose base is not one also gets the base's options: as dataclasses do not call their
+    base's constructor, that is called first.
     """
     if not _hides_base(entry):
         return entry(**chosen)
@@ -107,12 +106,12 @@ def make(entry: type, chosen: Mapping[str, Any]) -> Any:
 
 
 def _is_generated(cls: type) -> bool:
-    """Tell whether ``@dataclass`` has written the constructor of this very class."""
+    """Tell whether ``@dataclass`` generated the constructor of this class itself."""
     return not is_kept(cls) and bool(getattr(vars(cls).get("__dataclass_params__"), "init", False))
 
 
 def _has_fields(cls: type) -> bool:
-    """Tell whether the constructor of this very class takes what its fields say."""
+    """Tell whether the constructor of this class itself takes its fields."""
     return is_kept(cls) or _is_generated(cls)
 
 
@@ -122,12 +121,12 @@ def _first(cls: type) -> type:
 
 
 def _written_base(cls: type) -> type:
-    """Return the nearest class with a constructor that somebody wrote; object: none."""
+    """Return the nearest class with a hand-written constructor; object: none."""
     return next(c for c in cls.__mro__ if "__init__" in vars(c) and not _is_generated(c))
 
 
 def _hides_base(entry: type) -> bool:
-    """Tell whether the constructor of a dataclass leaves out one with options of its own."""
+    """Tell whether the constructor of a dataclass hides a base's with options."""
     base = _written_base(entry)
     if not _is_generated(_first(entry)) or base is object:
         return False
@@ -135,13 +134,13 @@ def _hides_base(entry: type) -> bool:
 
 
 def _arguments_of(cls: type) -> list[inspect.Parameter]:
-    """Return the parameters of the constructor that a class has itself, annotations resolved."""
+    """Return the parameters of a class's own constructor, annotations resolved."""
     return list(inspect.signature(vars(cls)["__init__"], eval_str=True).parameters.values())[1:]
 
 
 def _fields_of(cls: type) -> list[inspect.Parameter]:
-    """Return the parameters that fields make. The annotation of a field that a base declares is
-    resolved where the base is written: the names in it are of that module."""
+    """Return the parameters of the fields. The annotation of an inherited field is resolved in the
+    base's module."""
     written = inspect.signature(vars(cls)["__init__"]).parameters.values()
     parameters = parameters_of(cls) if is_kept(cls) else list(written)[1:]
     return [p.replace(annotation=_resolved(cls, p)) for p in parameters]
@@ -153,7 +152,7 @@ def _resolved(cls: type, parameter: inspect.Parameter) -> Any:
     if isinstance(annotation, str):
         owner = next(c for c in cls.__mro__ if parameter.name in vars(c).get("__annotations__", {}))
         names = vars(sys.modules[owner.__module__]) if owner.__module__ in sys.modules else {}
-        # as inspect and typing do: the text is the class's own code
+        # evaluated as by inspect and typing: the text is the class's own code
         annotation = eval(annotation, dict(names), dict(vars(owner)))
     return annotation.type if isinstance(annotation, InitVar) else annotation
 
@@ -172,7 +171,7 @@ NAMES_OF_THE_FIELD = {
 class Registry(dict[str, Plugin]):
     """Holds one kind of plug-in: ``name -> class or function``."""
 
-    # typing hashes what stands in Annotated[Kernel, KERNELS]; a dict says it has no hash
+    # typing hashes the arguments of Annotated[Kernel, KERNELS]; a dict is not hashable
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __init__(
@@ -185,10 +184,10 @@ class Registry(dict[str, Plugin]):
         least: int | None = None,
         refuses: Callable[[Plugin], str] = lambda entry: "",
     ):
-        """``group``: of the entry points under which a third party registers. ``takes``: with what
-        a function, or an object of a class, is called. ``has``: what a class must define; then
-        functions do not fit. ``least``: so few of ``takes`` are enough for a function.
-        ``refuses`` says why an entry that has it all cannot be named."""
+        """``group``: of entry points by which third parties register. ``takes``: the arguments with
+        which a function, or an object of a class, is called. ``has``: what a class must define;
+        then functions do not fit. ``least``: minimum number of ``takes`` for a function.
+        ``refuses`` says why an otherwise valid entry cannot be named."""
         super().__init__(entries)
         self.kind = kind
         self.group = group or f"mmrl.{kind}s"
@@ -213,7 +212,7 @@ class Registry(dict[str, Plugin]):
         return add
 
     def __missing__(self, name: str) -> Plugin:
-        """Return an entry of a module that was not imported yet."""
+        """Import the module of an entry that was not loaded yet."""
         load_built_in()
         if name in self:
             return self[name]
@@ -233,7 +232,7 @@ class Registry(dict[str, Plugin]):
         raise UserError(f"unknown {self.kind} {name!r}; {hint}")
 
     def unfit(self, entry: Plugin) -> str:
-        """Say why something cannot be a plug-in of this kind, as its outside shows; else ""."""
+        """Say why something cannot be a plug-in of this kind, by its signature; else ""."""
         what = a_or_an(self.kind)
         lacking = [name for name in self.has if not hasattr(entry, name)]
         if lacking:
@@ -243,8 +242,8 @@ class Registry(dict[str, Plugin]):
         return self.refuses(entry)
 
     def in_order_of(self, room: str) -> None:
-        """Put the entries of a room before all others, in the order of its ``MODULES``, whichever
-        of these a program imported first."""
+        """Order the entries of a package by its ``MODULES``, before all others, regardless of the
+        import order."""
         modules = [f"{room}.{name}" for name in vars(sys.modules[room])["MODULES"]]
         entries = list(self.items())
         place = {module: i for i, module in enumerate(modules)}
@@ -252,8 +251,8 @@ class Registry(dict[str, Plugin]):
         self.update(sorted(entries, key=lambda e: place.get(e[1].__module__, len(place))))
 
     def discover(self) -> None:
-        """Register what installed packages offer by entry points; warn of one that cannot be
-        imported and leave it out."""
+        """Register entry points of installed packages; skip one that cannot be imported, with a
+        warning."""
         for entry in offered().get(self.group, ()):
             if entry.name in self:
                 continue
@@ -275,8 +274,8 @@ class Registry(dict[str, Plugin]):
 
 
 def offered() -> dict[str, list[importlib.metadata.EntryPoint]]:
-    """List what installed packages offer, by group: read again where a folder of sys.path has
-    changed, for reading takes a quarter of a second with hundreds of packages."""
+    """List the entry points of installed packages, by group, cached until a folder of sys.path
+    changes: reading takes a quarter of a second with hundreds of packages."""
     folders = []
     for name in sys.path:
         try:
@@ -295,12 +294,13 @@ def _read_offers(
 
 
 def _can_take(entry: Plugin, count: int) -> bool:
-    """Tell whether a function, or the objects of a class, can be called with so many arguments."""
+    """Tell whether a function, or the objects of a class, can be called with ``count``
+    arguments."""
     if isinstance(entry, type):
         return any("__call__" in vars(cls) for cls in entry.__mro__)
     try:
         parameters = inspect.signature(entry).parameters.values()
-    except (TypeError, ValueError):  # built into Python, which does not say
+    except (TypeError, ValueError):  # built-ins have no signature
         return True
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p for p in places if p.default is p.empty]
@@ -316,13 +316,13 @@ def _taken(entry: Plugin) -> str:
 
 
 def _not_derived(objective: Plugin) -> str:
-    """Say that a class with the methods of an objective declares none of what checks ask for."""
+    """Refuse a class with the methods of an objective that does not derive from Objective."""
     declares = hasattr(objective, "requires")
     return "" if declares else "it does not derive from mmrl.objectives.Objective, as it must"
 
 
 def _asked_elsewhere(stage: Plugin) -> str:
-    """Say what asks for a stage, so that ``train.stages`` does not."""
+    """Name the option that adds a stage, if ``train.stages`` must not."""
     if option := getattr(stage, "option", ""):
         return f"train.{option} asks for it; set that"
     asked_by = getattr(stage, "asked_by", "")
@@ -330,19 +330,19 @@ def _asked_elsewhere(stage: Plugin) -> str:
 
 
 def refuse_foreign_code() -> None:
-    """Let configurations name only what is registered, in this process and those it starts
-    (``mmrl --safe``)."""
+    """Let configurations name only registered entries, in this process and its children (``mmrl
+    --safe``)."""
     os.environ[SAFE] = "1"
 
 
 def is_safe() -> bool:
-    """Tell whether configurations may name only what is registered."""
+    """Tell whether configurations may name only registered entries."""
     return os.environ.get(SAFE, "") not in ("", "0")
 
 
 def import_name(name: str, kind: str = "plug-in") -> Plugin:
     """Import ``module:attribute`` or ``path/to/file.py:attribute``; modules are also looked up in
-    the working directory. Raises UserError under ``--safe``, which runs no code of others."""
+    the working directory. Raises UserError under ``--safe``, which runs no external code."""
     if is_safe():
         raise UserError(
             f"{kind} {name!r} is code of the configuration's author, which --safe refuses; read "
@@ -378,14 +378,13 @@ def public_names(module: Any) -> list[str]:
 
 def import_module(place: str) -> Any:
     """Import a module from the working directory or sys.path; ``rewards`` and ``samplers`` are the
-    user's where there are such, else mmrl's."""
+    user's if they exist, else mmrl's."""
     look_in(Path.cwd())
     return packages.import_named(place)
 
 
 def import_file(path: Path) -> Any:
-    """Import a .py file as a module, executed once however often it is named; it may import its
-    neighbours."""
+    """Import a .py file as a module, executed once; it may import its neighbours."""
     if not path.is_file():
         places = (
             ""
@@ -399,7 +398,7 @@ def import_file(path: Path) -> Any:
     if name in packages.OURS:
         name = packages.USERS + name
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
-        # another file has its name already
+        # another file has the same module name
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -414,7 +413,7 @@ def import_file(path: Path) -> Any:
 
 
 def look_in(folder: Path) -> None:
-    """Put a user's folder on ``sys.path``, which an installed command does not do by itself."""
+    """Put a user's folder on ``sys.path``, which an installed command lacks."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -433,21 +432,21 @@ SOLVERS = Registry("solver", takes=("process",))
 SURROGATES = Registry(
     "surrogate", group="mmrl.surrogates", takes=("logp", "old", "advantage", "mask")
 )
-# when an objective looks at a finished sample anew
+# when an objective re-noises a finished sample
 TIMES = Registry(
     "timestep sampler", group="mmrl.timestep_samplers", takes=("rng", "name", "draws", "grid")
 )
-# of the masked objective: which states it looks at
+# which states the masked objective evaluates
 ESTIMATORS = Registry(
     "estimator", group="mmrl.estimators", takes=("policy", "rollout", "rng", "epoch")
 )
 # stages change which rows of an iteration are trained on
 STAGES = Registry("stage", has=("groups", "begin", "effects"), refuses=_asked_elsewhere)
-# metrics of what an iteration sampled
+# metrics of an iteration's samples
 MONITORS = Registry("monitor", takes=("sampled",))
-# vision-language models that rewards query
+# vision-language models used as judges
 JUDGES = Registry("judge", has=("ask",))
-ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
+ARTIFACTS = Registry("artifact")  # artifacts that a world builds and caches: () -> folder
 # items, and the published rule that scores samples of them
 BENCHMARKS = Registry("benchmark", has=("score",))
 
@@ -497,15 +496,15 @@ BUILT_IN = (
 
 
 def load_built_in() -> None:
-    """Import every module that registers something. None of them imports diffusers or transformers
-    to do so."""
+    """Import every module that registers plug-ins. None of them imports diffusers or
+    transformers."""
     for name in BUILT_IN:
         room = importlib.import_module(name)
-        # not getattr: what `rewards` and `samplers` do not have is looked up in a user's own
+        # not getattr: `rewards` and `samplers` look up missing names in a user's modules
         for module in vars(room).get("MODULES", ()):
             importlib.import_module(f"{name}.{module}")
         for exported in vars(room).get("__all__", ()):
-            getattr(room, exported)  # loads the module that has it
+            getattr(room, exported)  # loads its module
     from samplers import tables
 
     KERNELS.update(tables.KERNELS)

@@ -1,5 +1,4 @@
-"""Sets how MKL rounds on Intel's CPUs: it reads the setting when torch is loaded, so this comes
-before."""
+"""Sets how MKL rounds on Intel CPUs, before torch is loaded, when MKL reads the setting."""
 
 from __future__ import annotations
 
@@ -11,17 +10,16 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let MKL round the rows of a product independently of each other; what the user has set
-    stays.
+    """Make MKL round the rows of a product independently of each other; keeps a user's setting.
 
-    Without it a row of a product is rounded in one way or another by its place among the others.
+    Otherwise the rounding of a row depends on its position in the batch.
     """
     if is_intel():
         environment.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def is_intel(cpuinfo: Path = CPUINFO) -> bool:
-    """Tell whether Linux says that the CPU is Intel's; False where it says nothing."""
+    """Tell whether Linux reports an Intel CPU; False if unknown."""
     try:
         return "GenuineIntel" in cpuinfo.read_text()
     except OSError:

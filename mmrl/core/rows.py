@@ -1,6 +1,6 @@
-"""Structs of arrays: tensors of equally many rows that are taken, joined, moved and split as one.
+"""Structs of arrays: tensors with equally many rows that are indexed, joined and moved together.
 
-The records of ``mmrl.core.types`` are made of them.
+The records of ``mmrl.core.types`` build on them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmrl.core.host import sent
 
 def tree_map(fn: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply ``fn`` to every tensor in a nest of dicts, lists and tuples; leave everything else
-    alone."""
+    unchanged."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, dict):
@@ -37,7 +37,7 @@ class Fields:
         return {name: v for name, v in values.items() if isinstance(v, (Tensor, Fields))}
 
     def row_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that have rows, those of parts too, by the names of their fields."""
+        """Return the tensors that have rows, also those of nested fields, by field name."""
         tensors: dict[str, Tensor] = {}
         for name, value in self.row_fields().items():
             tensors |= {name: value} if isinstance(value, Tensor) else value.row_tensors()
@@ -68,10 +68,10 @@ class Fields:
 @dataclass(frozen=True, kw_only=True)
 class Rows(Fields):
     """Holds a struct of arrays. Indexing takes rows; ``cond`` stays whole, since ``group`` still
-    leads into it."""
+    indexes it."""
 
     group: Tensor  # [B] long: which prompt the row answers, an index into cond and prompts
-    cond: Any = None  # nest of tensors [P, *], whatever the policy needs to see of a prompt
+    cond: Any = None  # nest of tensors [P, *], the policy's encoding of a prompt
 
     def __len__(self) -> int:
         return len(self.group)
@@ -83,12 +83,12 @@ class Rows(Fields):
     def __getitem__(self, index: Tensor | slice) -> Self:
         if isinstance(index, slice):
             return self.map(lambda tensor: tensor[index])
-        # one wait, not one for every tensor
+        # one sync, not one per tensor
         rows = index.nonzero()[:, 0] if index.dtype == torch.bool else index
         places = {rows.device: rows}
 
         def taken(tensor: Tensor) -> Tensor:
-            if tensor.device not in places:  # paths may be kept off the device
+            if tensor.device not in places:  # paths may be stored off the device
                 places[tensor.device] = sent(rows, tensor.device)
             return tensor[places[tensor.device]]
 

@@ -1,6 +1,5 @@
-"""Tells whether FSDP2 holds a module or tensor, and keeps the processes that share its weights in
-step. FSDP2 is not imported for it, which would take a second: before it is imported, it holds
-nothing."""
+"""Tells whether FSDP2 shards a module or tensor, and keeps the processes that share its weights in
+step. FSDP2 is not imported for this, which would take a second: without it nothing is sharded."""
 
 from __future__ import annotations
 
@@ -21,19 +20,18 @@ T = TypeVar("T")
 
 
 def sharded(net: nn.Module) -> bool:
-    """Tell whether passes of the network are collective calls."""
+    """Tell whether forward passes of the network are collective calls."""
     return any(shards(module) for module in net.modules())
 
 
 def in_step(
     parts: Iterable[T], idle: T, device: torch.device | str, waits: bool = True
 ) -> Iterator[tuple[T, bool]]:
-    """Yield the parts of this process's work, each of which makes the same passes of a network,
-    and whether they count: all do, and where processes wait for each other in every pass ``idle``
-    follows, as often as another process has more parts.
+    """Yield the parts of this process's work, each with the same forward passes, and whether they
+    count: all do; if passes are collective, ``idle`` parts follow to match the process with the
+    most parts.
 
-    The one place that decides how many there are; a collective call before the first, if it
-    ``waits``.
+    The only place that decides their number; a collective call before the first, if it ``waits``.
     """
     work = list(parts)
     most = distributed.largest(len(work), device) if waits else len(work)
@@ -52,7 +50,7 @@ def shards(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 
 def extent(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (start, size) of this process's part of a tensor inside the whole one."""
+    """Return (start, size) of this process's shard in the whole tensor."""
     if not is_sharded(tensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -64,8 +62,8 @@ def extent(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """Make of this process's ``part`` a tensor that is sharded as ``tensor`` is; return ``part``
-    itself where that is not sharded."""
+    """Wrap this process's ``part`` as a tensor sharded like ``tensor``; return ``part`` if that is
+    not sharded."""
     if not is_sharded(tensor):
         return part
     from torch.distributed.tensor import DTensor

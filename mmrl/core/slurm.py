@@ -1,5 +1,5 @@
-"""Reads what SLURM tells each task of ``srun -n N mmrl train``, and says it in the variables of
-torchrun, by which everything else finds its place."""
+"""Translates SLURM's variables for each task of ``srun -n N mmrl train`` to torchrun's, which
+everything else reads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Mapping
 
 from mmrl.core.errors import UserError
 
-PORTS = (15000, 15000)  # the first, and how many: below those that systems give out
+PORTS = (15000, 15000)  # first port, and number: below the systems' ephemeral ports
 
 
 def join() -> None:
-    """Take the place among the tasks of srun, if this is one of several and no launcher has given
-    another."""
+    """Join the tasks of srun, if this is one of several and no launcher has set a rank."""
     variables = place(os.environ)
     os.environ.update(variables)
     if variables.get("RANK") == "0":
@@ -26,16 +25,16 @@ def join() -> None:
 
 
 def place(env: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a task of srun; {} where it is the only one, where this is no
-    task of srun (a batch script has variables of the whole job, but no step), or where RANK says
-    the place already."""
+    """Return torchrun's variables for a task of srun; {} if it is the only one, if this is not a
+    task of srun (a batch script has variables of the whole job, but no step), or if RANK is already
+    set."""
     size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
     if size == 1 or "SLURM_STEP_ID" not in env or "RANK" in env or "WORLD_SIZE" in env:
         return {}
     nodes = int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or 1)
     job, step = (int(env.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     first, many = PORTS
-    # with srun's --gpus-per-task each task sees its own card alone, which is then number 0
+    # with srun's --gpus-per-task each task sees only its own card, as number 0
     sees_one = re.fullmatch(r"[^,]+", env.get("CUDA_VISIBLE_DEVICES", "")) is not None
     return {
         "RANK": env["SLURM_PROCID"],
@@ -59,7 +58,7 @@ def _neighbours(env: Mapping[str, str], size: int, nodes: int) -> int:
 
 
 def _first_node(env: Mapping[str, str], nodes: int) -> str:
-    """Return the address of the first node, which has task 0; UserError where no list names it."""
+    """Return the address of the first node, which has task 0; UserError if no list names it."""
     if nodes == 1:
         return "127.0.0.1"
     listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
@@ -72,7 +71,7 @@ def _first_node(env: Mapping[str, str], nodes: int) -> str:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first name of a list as SLURM shortens it: of "gpu[03-07,9],cpu1" gpu03."""
+    """Return the first name of a list in SLURM's short form: gpu03 of "gpu[03-07,9],cpu1"."""
     name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert name is not None  # it matches nothing too
+    assert name is not None  # it also matches the empty string
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name[0])

@@ -1,27 +1,28 @@
-"""Estimates means and paired differences over prompts and seeds, and corrects for several
-comparisons: the one rule of evaluations, reports and comparisons.
+"""Estimates means and paired differences over prompts and seeds, and corrects for multiple
+comparisons, for evaluations, reports and comparisons.
 
 Scores are a table [S, P], seeds down and prompts across, each cell the mean over the samples of a
-prompt. Both seeds and prompts are drawn from many: another run and another prompt would differ. The
-table is y_sp = mean + seed_s + prompt_p + rest_sp (crossed random effects), and its mean varies by
+prompt. Both seeds and prompts are random effects: another run and another prompt would differ. The
+table is y_sp = mean + seed_s + prompt_p + rest_sp (crossed random effects), and its mean has
+variance
 
     var(seed) / S + var(prompt) / P + var(rest) / (S P),
 
 which the mean squares of a two-way analysis of variance estimate without bias:
 (M_seed + M_prompt - M_rest) / (S P), with Satterthwaite's degrees of freedom, not fewer than
 those of the smaller of both (they fall to 1 where it is nearly 0). With few seeds that estimate
-can be far too small by chance. So three intervals of Student's t are made, by this estimate, by
-M_seed / (S P) and by M_prompt / (S P), what seeds or prompts alone would give, and the widest
-counts: in simulations it covers 94 % and more whichever of them varies, where the first alone
-covers down to 87 %.
+can be far too small by chance. So three Student's t intervals are computed, by this estimate, by
+M_seed / (S P) and by M_prompt / (S P), for seeds or prompts alone, and the widest counts: in
+simulations it covers at least 94 % whichever of them varies, while the first alone covers as little
+as 87 %.
 
-What few prompts did not show is not taken for absent. Scores of 0 and 1, whose spread is unknown
-where all are equal, have the interval of Gaffke (2005; Learned-Miller and Thomas 2019, "A new
-confidence interval for the mean of a bounded random variable") over prompts: means of the scores
-and of one more, as low or as high as a score can be, all weighed at random. For one sample a prompt
-that is Clopper and Pearson's interval, and the p-value of a difference the exact sign test's. Other
-scores whose differences are all equal have the interval that they would have if nothing of their
-spread cancelled: the sum of those of the two means.
+A variance that few prompts do not show is not assumed to be 0. Scores of 0 and 1, whose variance is
+unknown if all are equal, get the interval of Gaffke (2005; Learned-Miller and Thomas 2019, "A new
+confidence interval for the mean of a bounded random variable") over prompts: randomly weighted
+means of the scores and one more, at its lower or upper bound. For one sample per prompt that is the
+Clopper-Pearson interval, and the p-value of a difference that of the exact sign test. Other scores
+whose differences are all equal get the sum of the two means' intervals, as if none of their
+variance cancelled.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 Table = NDArray[np.float64]
 LEVEL = 0.95
 DRAWS = 20_000  # of the random weights
-NOTHING = 1e-12  # a spread that is rounding, as a share of the largest score
+NOTHING = 1e-12  # relative spread that is only rounding
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Student:
-    """Holds the widest of several intervals by Student's t, of these standard errors and degrees
-    of freedom; none: nothing varies."""
+    """Holds the widest of several intervals by Student's t, of these standard errors and degrees of
+    freedom; empty: nothing varies."""
 
     errors: tuple[tuple[float, float], ...] = ()
 
     def half(self) -> tuple[float, float]:
-        """Return its half-width and degrees of freedom; 0 where nothing varies."""
+        """Return its half-width and degrees of freedom; 0 if nothing varies."""
         return max(((_quantile(f) * error, f) for error, f in self.errors), default=(0.0, 0.0))
 
     def p(self, mean: float) -> float:
@@ -78,16 +79,15 @@ def _quantile(freedom: float) -> float:
 
 def interval(table: Table, binary: bool | None = None) -> Interval:
     """Estimate the mean of a table [S, P] over seeds and prompts; prompts with a NaN are left out.
-    With one seed it holds for that seed only, with one prompt for that prompt; of a single cell
-    nothing is known. ``binary``: the scores behind it are 0 or 1; None: if those of the table
-    are."""
+    With one seed it holds for that seed only, with one prompt for that prompt; a single cell has no
+    interval. ``binary``: the underlying scores are 0 or 1; None: inferred from the table."""
     table = table[:, np.isfinite(table).all(0)]
     return _of(table, (0.0, 1.0) if is_binary(table, binary) else None)
 
 
 def paired(first: Table, second: Table, binary: bool | None = None) -> Interval:
     """Estimate the mean of ``second - first``, paired by seed and prompt. Prompts with a NaN in
-    either are left out. ``binary``: as of ``interval``."""
+    either are left out. ``binary``: as in ``interval``."""
     whole = np.isfinite(first + second).all(0)
     first = first[:, whole]
     second = second[:, whole]
@@ -103,11 +103,11 @@ def paired(first: Table, second: Table, binary: bool | None = None) -> Interval:
 
 
 def clustered(groups: Sequence[Sequence[float]], binary: bool | None = None) -> Interval:
-    """Estimate the mean of all values of groups, such as the samples of prompts, of which groups
-    are the independent units. ``binary``: the values are 0 or 1, or between; None: if they are.
+    """Estimate the mean of all values of groups, such as the samples of prompts; the groups are the
+    independent units. ``binary``: the values lie in 0..1; None: inferred.
 
-    Where groups differ in size, Student's t is of what each adds to the mean (the linearised ratio
-    of sums, Cochran 1977).
+    If groups differ in size, Student's t uses each one's contribution to the mean (the linearised
+    ratio of sums, Cochran 1977).
     """
     sizes = np.array([len(group) for group in groups], dtype=np.float64)
     sums = np.array([np.sum(group) for group in groups], dtype=np.float64)
@@ -122,7 +122,7 @@ def clustered(groups: Sequence[Sequence[float]], binary: bool | None = None) -> 
 
 
 def is_binary(table: Table, said: bool | None) -> bool:
-    """Tell whether scores are 0 or 1: as is said, else as the table has them."""
+    """Tell whether scores are 0 or 1: as given, else inferred from the table."""
     return bool(np.isin(table, (0.0, 1.0)).all()) if said is None else said
 
 
@@ -131,8 +131,8 @@ def max_of(*tables: Table) -> float:
 
 
 def _of(table: Table, bounds: tuple[float, float] | None = None) -> Interval:
-    """Estimate the mean of a table without NaN; ``bounds``: of its cells, where they are made of
-    scores of 0 and 1."""
+    """Estimate the mean of a table without NaN; ``bounds``: of its cells, if they come from scores
+    of 0 and 1."""
     seeds, prompts = table.shape
     if not table.size:
         return Interval(np.nan, -np.inf, np.inf, 1.0, 0.0, seeds, 0)
@@ -146,7 +146,7 @@ def _of(table: Table, bounds: tuple[float, float] | None = None) -> Interval:
 
 
 def _student(table: Table, scale: float = 0.0) -> Student:
-    """Find the standard errors that a table shows; ``scale``: of the scores behind it."""
+    """Compute the standard errors of a table; ``scale``: of the underlying scores."""
     least = NOTHING * max(max_of(table), scale)
     errors = [(float(np.sqrt(variance)), freedom) for variance, freedom in spread(table)]
     return Student(tuple((error, freedom) for error, freedom in errors if error > least))
@@ -156,14 +156,14 @@ def _by_student(table: Table, width: Student) -> Interval:
     seeds, prompts = table.shape
     mean = float(table.mean())
     half, freedom = width.half()
-    if not half:  # how much others would vary is not seen
+    if not half:  # the variance of others is unknown
         return Interval(mean, -np.inf, np.inf, 1.0, 0.0, seeds, prompts)
     return Interval(mean, mean - half, mean + half, width.p(mean), freedom, seeds, prompts)
 
 
 def bounded(values: Table, least: float, most: float) -> tuple[float, float, float]:
-    """Return Gaffke's interval of the mean of what ``values`` [P] between ``least`` and ``most``
-    are drawn from, and the p-value of "it is zero"."""
+    """Return Gaffke's interval of the mean of the distribution of ``values`` [P] in [``least``,
+    ``most``], and the p-value of "it is zero"."""
     atoms, counts = np.unique(values, return_counts=True)
     weight = np.random.default_rng(17).standard_gamma([*counts, 1], (DRAWS, len(atoms) + 1))
     weight /= weight.sum(1, keepdims=True)
@@ -176,7 +176,7 @@ def bounded(values: Table, least: float, most: float) -> tuple[float, float, flo
 
 def spread(table: Table) -> list[tuple[float, float]]:
     """Estimate the variance of the mean of a table [S, P], with its degrees of freedom: by seeds,
-    by prompts, by both as crossed effects. None of a single cell."""
+    by prompts, by both as crossed effects. None for a single cell."""
     seeds, prompts = table.shape
     centred = table - table.mean()
     by_seed = centred.mean(1)
@@ -202,8 +202,8 @@ def spread(table: Table) -> list[tuple[float, float]]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values for being several (Holm 1979): in order of size, the i-th smallest of m times
-    m - i + 1, never less than those before it, at most 1."""
+    """Adjust p-values for multiple tests (Holm 1979): the i-th smallest of m times m - i + 1, never
+    less than those before it, at most 1."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted = [1.0] * len(p_values)
     largest = 0.0

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-OFFSETS = "DCP_SHARDING_INFO"  # in a file's header: where in the whole tensors its shards begin
+OFFSETS = "DCP_SHARDING_INFO"  # header key: offsets of the shards in the whole tensors
 
 
 class Block(NamedTuple):
     """Locates one file's block of a tensor."""
 
     file: Path
-    start: tuple[int, ...]  # its first element in the whole tensor
+    start: tuple[int, ...]  # its offset in the whole tensor
     size: tuple[int, ...]
 
 
@@ -54,7 +54,7 @@ class Part(Mapping[str, Tensor]):
         return tuple(map(max, zip(*ends)))
 
     def block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        """Read a tensor of ``size`` that begins at ``start`` of the whole one, and nothing else."""
+        """Read only the block of ``size`` that begins at ``start`` of the whole tensor."""
         joined: Tensor | None = None
         for block in self.blocks[name]:
             first = [max(a, b) for a, b in zip(start, block.start)]

@@ -1,4 +1,4 @@
-"""Knows how families of models begin and end a thought, for what reads answers and what renders
+"""Lists the marks by which model families begin and end a thought, to parse answers and render
 prompts."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARKS = {
     for family, pair in enumerate(THOUGHTS)
     for side, mark in enumerate(pair)
 }
-# two letters of a mark are looked for first: most brackets begin none
+# search two letters of a mark first: most brackets begin none
 _SECOND = "".join(sorted({re.escape(mark[1]) for mark in MARKS}))
 MARK = re.compile(
     rf"(?=[<\[\u25c1][{_SECOND}])(?:{'|'.join(re.escape(mark) for mark in MARKS)})", re.I
@@ -33,10 +33,10 @@ OPENED = re.compile(rf"(?:{'|'.join(re.escape(begin) for begin, _ in THOUGHTS)})
 
 
 def outside(text: str) -> tuple[list[str], bool]:
-    """Return what stands outside of thoughts, in order, and whether the last thought has ended.
+    """Return the text outside thoughts, in order, and whether the last thought has ended.
 
-    A closing mark without an opening one ends a thought that the chat template began: all before
-    it was thought.
+    A closing mark without an opening one ends a thought that the chat template began: everything
+    before it is thought.
     """
     pieces: list[str] = []
     inside: int | None = None
@@ -64,8 +64,8 @@ def opened_by(rendered: str) -> str:
 
 
 def one_thought(text: str) -> tuple[str, str] | None:
-    """Return thought and rest of a text that begins with a closed thought and has no mark of one
-    elsewhere; None for any other."""
+    """Return thought and rest of a text that begins with a closed thought and has no other thought
+    marks; else None."""
     marks = list(MARK.finditer(text))
     if len(marks) != 2 or text[: marks[0].start()].strip():
         return None
@@ -81,7 +81,7 @@ def closes(text: str) -> bool:
 
 
 def thought_of(text: str) -> str:
-    """Return a text up to the end of its last closed thought, without marks; all of it where none
-    is closed."""
+    """Return a text up to the end of its last closed thought, without marks; all of it if none is
+    closed."""
     ends = [mark for mark in MARK.finditer(text) if not MARKS[mark[0].lower()][1]]
     return MARK.sub("", text[: ends[-1].start()] if ends else text)

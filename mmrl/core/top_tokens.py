@@ -1,11 +1,10 @@
-"""Shortens what a teacher says of a token to its most likely tokens and the mass of all others
-together, which is one more category.
+"""Truncates a teacher's distribution to its most likely tokens and one category for the rest.
 
 A divergence of such categories is a lower bound of that over all tokens (the data-processing
-inequality), and equal to it where every token has its own. To compare two models by them, the
-others' mass is shared out as the student shares out its own: then the ratio of the two is the same
-for each of them, and any divergence that sums a function of ratios (KL, forward KL, Jensen-Shannon)
-is that of the categories, in value and in gradient.
+inequality), and equal to it if every token has its own category. To compare two models, the rest's
+mass is distributed as in the student: then the ratio of the two is the same for each of these
+tokens, and any divergence that sums a function of ratios (KL, forward KL, Jensen-Shannon) is that
+of the categories, in value and in gradient.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ TOKENS, SCORES, OTHERS, WIDTH = ("ids", "top", "others", "width")
 def shortened(
     shown: Mapping[str, Tensor], top_k: int, widths: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Keep the ``top_k`` likeliest tokens of what a distribution shows, [*, V] each, among the
-    first ``widths[name]`` of the vocabulary: those that the student has too. Where that is all of
-    them it stays as it is."""
+    """Keep the ``top_k`` most likely tokens of a distribution's tensors, [*, V] each, among the
+    first ``widths[name]`` of the vocabulary, which the student also has. If that is all of them it
+    is unchanged."""
     short: dict[str, Tensor] = {}
     for name, scores in shown.items():
         width = min(widths.get(name, scores.shape[-1]), scores.shape[-1])
@@ -42,8 +41,8 @@ def shortened(
 
 
 def completed(answer: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Make log-probs [*, V] of a shortened answer; ``student``: what its distribution shows there.
-    KeyError or ValueError where the two do not fit."""
+    """Expand a truncated answer to log-probs [*, V]; ``student``: the student's tensors there.
+    KeyError or ValueError if the two do not fit."""
     whole = {name: tensor for name, tensor in answer.items() if name in student}
     for name in student.keys() - whole.keys():
         ids = answer[f"{name}.{TOKENS}"].long()
@@ -56,7 +55,7 @@ def completed(answer: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> di
             raise ValueError(f"likeliest tokens {tuple(ids.shape)}, where {logprob.shape} fit")
         rest = logprob.scatter(-1, ids, -torch.inf)
         mass = rest.logsumexp(-1, keepdim=True)
-        # tokens that the student never writes have no shares of its own
+        # tokens of student probability 0 have no share
         even = torch.full_like(mass, width - ids.shape[-1]).log()
         shares = torch.where(mass.isneginf(), -even, rest - mass)
         rest_mass = answer[f"{name}.{OTHERS}"].to(logprob)[..., None]

@@ -6,8 +6,7 @@ forward pass scores, T tokens, C channels, F frames, H, W; ``*`` is the shape of
 for images, C F H W for videos, T for tokens).
 
 Conditions (text embeddings, images, prefilled prefixes) are stored once per *prompt*: tensors under
-``cond`` have P rows, every other tensor has B rows, and ``group`` [B] leads from a row to its
-prompt.
+``cond`` have P rows, every other tensor has B rows, and ``group`` [B] maps a row to its prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mmrl.core.rows import Fields as Fields
 from mmrl.core.rows import Rows as Rows
 from mmrl.core.rows import tree_map as tree_map
 
-Prompt = dict[str, Any]  # one line of a dataset: "text", images, the ground truth ...
+Prompt = dict[str, Any]  # one row of a dataset: "text", images, the ground truth ...
 # samples of every prompt: one number for all, or one each
 Copies = int | Sequence[int]
 Media = Tensor | list[Any]  # images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts
@@ -51,17 +50,17 @@ class Rewards(dict[str, Tensor]):
         self.weights = {name: float((weights or {}).get(name, 1.0)) for name in self}
 
     def total(self) -> Tensor:
-        """Return the weighted sum [B], with rewards of steps [B, K]; NaN where a part is NaN.
-        Weight 0: only monitored."""
+        """Return the weighted sum [B], with rewards of steps [B, K]; NaN if a part is NaN. Weight
+        0: only monitored."""
         first = next(iter(self.values()))
         parts = [self.weights[name] * v for name, v in self.items() if self.weights[name]]
-        # rewards of steps: that of a sample belongs to each of its steps
+        # with step rewards, a sample's reward is added to each of its steps
         if any(part.ndim == 2 for part in parts):
             parts = [part if part.ndim == 2 else part[:, None] for part in parts]
         return sum(parts, first.new_zeros(len(first), *[1] * (parts[0].ndim - 1 if parts else 0)))
 
     def per_row(self) -> Rewards:
-        """Return each reward as [B]: of a reward of steps the mean over those that have one."""
+        """Return each reward as [B]: a step reward as the mean over steps that have one."""
         return Rewards(
             {name: v.nanmean(1) if v.ndim == 2 else v for name, v in self.items()}, self.weights
         )
@@ -75,26 +74,26 @@ Advantage = Callable[["Rewards | Tensor", "Rollout"], Tensor]
 class LatentPath(Fields):
     """Records the path of a sampler through latents, K steps from noise to data."""
 
-    # [B, S, *] those that are kept of the states visited, in the type they are stored in
+    # [B, S, *] the stored states, in their storage dtype
     states: Tensor
-    time: Tensor  # [B, K + 1] when; 1 is noise, 0 is data
+    time: Tensor  # [B, K + 1] times; 1 is noise, 0 is data
     noise_level: Tensor  # [B, K] eta of the kernel; 0 is an ODE step, no decision
-    # [B, K + 1] long: where in states that after k steps is; -1: not kept; None: at k
+    # [B, K + 1] long: index in states of that after k steps; -1: not stored; None: k
     visit: Tensor | None = None
-    # [B, 2] long: the key of the noise of its steps; None: there is none after the first
+    # [B, 2] long: the key of its steps' noise; None: no noise after the first
     stream: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOrder(Fields):
-    """Records in which order tokens became final."""
+    """Records the order in which tokens became final."""
 
     commit_step: Tensor  # [B, K] long: the pass that committed each token
     # [B, K] KL(uniform || distribution), nats; None: not recorded
     self_certainty: Tensor | None = None
     # [B, K] log p(token | question) - log p(token | no question), nats; None: not recorded
     question_gain: Tensor | None = None
-    # [B] log-prob of the token that judges an answer, behind its last, nats; None: not recorded
+    # [B] log-prob of the token that judges an answer, after its last, nats; None: not recorded
     last_logprob: Tensor | None = None
     # [B, K, R] experts that each token went to, of all layers; -1: unknown; None: not recorded
     routes: Tensor | None = None
@@ -102,14 +101,14 @@ class TokenOrder(Fields):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskTrace(TokenOrder):
-    """Records what every pass of a masked model drew, also what it hid again (MaskGIT)."""
+    """Records what every pass of a masked model sampled, also what it remasked (MaskGIT)."""
 
     proposals: Tensor  # [B, T, L, 2] long: every pass's tokens and their rank in its choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextAndPath(LatentPath):
-    """Records a text of W tokens and the path of a picture that is drawn after it, of K steps; a
+    """Records a text of W tokens and the path, of K steps, of a picture generated after it; a
     rollout has W + K decisions."""
 
     text: Tensor  # [B, W] long: token ids; -1 where there is none
@@ -117,25 +116,25 @@ class TextAndPath(LatentPath):
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance(Fields):
-    """Tells where rows come from, if not all from the policy in this iteration."""
+    """Records where rows come from, if not all from the policy in this iteration."""
 
-    # [B, K] log-prob another engine sampled with, where it is not the policy's own
+    # [B, K] log-prob of another sampling engine, if it differs from the policy's
     sampler_logprob: Tensor | None = None
-    # [B] log p / p_sampler of the whole sample, or its mean a decision; None: not asked for
+    # [B] log p / p_sampler of the whole sample, or its mean per decision; None: not needed
     sample_log_ratio: Tensor | None = None
-    # [B] bool: ground truths that were put in the place of samples; None: none
+    # [B] bool: ground truths that replace samples; None: none
     is_ground_truth: Tensor | None = None
-    # [B] bool: sampled in an earlier iteration, by other weights; None: none
+    # [B] bool: sampled in an earlier iteration, with older weights; None: none
     is_replayed: Tensor | None = None
 
     def columns(self, part: slice) -> Provenance:
-        """Take these decisions of what is known of decisions."""
+        """Index the decisions of per-decision fields."""
         return self.map(lambda x: x[:, part] if x.ndim > 1 else x)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptMoments(Fields):
-    """Summarises the rewards of all samples of a row's prompt, also of those not trained on."""
+    """Summarises the rewards of all samples of a row's prompt, also those not trained on."""
 
     mean: Tensor  # [B] float64 of the total reward
     std: Tensor  # [B] float64, population
@@ -143,7 +142,7 @@ class PromptMoments(Fields):
 
 @dataclass(frozen=True, kw_only=True)
 class Records(Fields):
-    """Holds what stages record of rows, by name: numbers [B, *], NaN where a row has none."""
+    """Holds stages' records of rows, by name: numbers [B, *], NaN if a row has none."""
 
     columns: Mapping[str, Tensor]
     of_prompts: frozenset[str] = frozenset()  # the same for every row of a prompt
@@ -161,7 +160,7 @@ class Records(Fields):
         return parts[0].replace(columns=columns)
 
     def of(self, rows: Rollout) -> Records:
-        """Return the same columns of other rows, NaN where they have none."""
+        """Return the same columns for other rows, NaN if they have none."""
         known = {} if rows.records is None else rows.records.columns
         return self.replace(
             columns={
@@ -173,7 +172,7 @@ class Records(Fields):
         )
 
     def of_prompt(self) -> Records:
-        """Keep what holds of any answer to the prompt."""
+        """Keep the records that hold for any answer to the prompt."""
         known = {name: self.columns[name] for name in self.columns if name in self.of_prompts}
         return self.replace(columns=known)
 
@@ -183,30 +182,30 @@ class Rollout(Rows):
     """Records what a policy sampled. A *decision* is a sampled value whose probability is known."""
 
     prompts: Sequence[Prompt] = ()  # P
-    row_id: Tensor  # [B] long: name of the row in the whole iteration, the key of its randomness
+    row_id: Tensor  # [B] long: id of the row in the whole iteration, the key of its randomness
     sample: Tensor  # [B, *] final latents or token ids
-    logprob: Tensor  # [B, K] of each decision under the weights that sampled it
-    # [B, K] of the distribution each was drawn from, nats; None: not recorded
+    logprob: Tensor  # [B, K] log-prob of each decision under the sampling weights
+    # [B, K] entropy of the sampling distribution, nats; None: not recorded
     entropy: Tensor | None = None
-    # [B, K] how far the distributions of the group are apart at this place; None: not recorded
+    # [B, K] divergence of the group's distributions at this position; None: not recorded
     divergence: Tensor | None = None
     mask: Tensor  # [B, K] bool: the only gate; False is never trained on
     advantage: Tensor | None = None  # [B, 1] or [B, K]; None: not yet compared
-    # [B, 1 or K, N] advantages whose losses are summed, of sum ``advantage``; None: it alone
+    # [B, 1 or K, N] advantages whose losses are summed, with sum ``advantage``; None: only that
     advantage_parts: Tensor | None = None
     trajectory: LatentPath | TokenOrder | None = None  # how the sample came about
     provenance: Provenance = Provenance()
-    # [B, K] long, trees: name of the edge, shared by the rows that share it
+    # [B, K] long, trees: id of the edge, equal for rows that share it
     edge_id: Tensor | None = None
     # [B] bool: rows that stay in training, decisions or not; None: all
     trainable: Tensor | None = None
-    # where prompts had further samples than these rows; None: they had not
+    # if prompts had more samples than these rows; None: they had not
     all_samples: PromptMoments | None = None
     records: Records | None = None  # of stages; None: there is none
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
-        """Join rows that share their prompts, with what is recorded of the first part's."""
+        """Join rows that share their prompts, with the record names of the first part."""
         first = parts[0].records
         if first is not None:
             parts = [part.replace(records=first.of(part)) for part in parts]
@@ -214,15 +213,15 @@ class Rollout(Rows):
 
     def recorded(self, name: str, values: Tensor, of_prompts: bool = False) -> Self:
         """Return the rows with a record of that name, [B, *]. ``of_prompts``: it is the same for
-        every row of a prompt, so that rows which join the group have it too."""
+        every row of a prompt, so that rows added to the group also get it."""
         known = self.records or Records(columns={})
         marked = known.of_prompts | {name} if of_prompts else known.of_prompts - {name}
         columns = {**known.columns, name: values}
         return self.replace(records=Records(columns=columns, of_prompts=marked))
 
     def record(self, name: str, without: str = "") -> Tensor:
-        """Return what a stage recorded under a name, [B, *]; UserError where none did. ``without``
-        says then, in place of the usual sentence, what is missing and which option asks for it."""
+        """Return a stage's record of that name, [B, *]; UserError if there is none, with the
+        message ``without`` if given."""
         known = {} if self.records is None else self.records.columns
         if name not in known:
             raise UserError(
@@ -247,11 +246,11 @@ class Rollout(Rows):
         return torch.zeros_like(self.logprob[:, :1]) if self.advantage is None else self.advantage
 
     def parts(self, pick: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return what ``pick`` takes of ``advantage_parts``, as it does of the advantages."""
+        """Apply ``pick``, which selects from the advantages, to ``advantage_parts``."""
         return None if self.advantage_parts is None else pick(self.advantage_parts)
 
     def entropies(self) -> Tensor:
-        """Return ``entropy`` [B, K]; UserError where the policy does not record it."""
+        """Return ``entropy`` [B, K]; UserError if the policy does not record it."""
         if self.entropy is None:
             raise UserError(
                 "the entropy of decisions is not recorded; set the policy's option record_entropy "
@@ -261,7 +260,7 @@ class Rollout(Rows):
 
     def path_mask(self) -> Tensor:
         """Return the decisions on the way to each row, [B, K] bool: on a tree also those of edges
-        that another row carries in its mask."""
+        in another row's mask."""
         if self.edge_id is None:
             return self.mask
         columns = self.mask.shape[1]
@@ -273,28 +272,29 @@ class Rollout(Rows):
 
     @property
     def latents(self) -> LatentPath:
-        """Read the path of a flow or diffusion model; TypeError for models that write tokens."""
+        """Return the path of a flow or diffusion model; TypeError for token models."""
         return _of_kind(self.trajectory, LatentPath, "rollout")
 
     @property
     def tokens(self) -> TokenOrder:
-        """Read the order of tokens; TypeError for flow and diffusion models."""
+        """Return the order of tokens; TypeError for flow and diffusion models."""
         return _of_kind(self.trajectory, TokenOrder, "rollout")
 
     @property
     def text_and_path(self) -> TextAndPath:
-        """Read texts and the paths of pictures; TypeError for policies that make one of them."""
+        """Return texts and the paths of pictures; TypeError for policies that make only one of
+        them."""
         return _of_kind(self.trajectory, TextAndPath, "rollout")
 
     @property
     def passes(self) -> MaskTrace:
-        """Read the passes of a masked model that hides tokens again; TypeError for others."""
+        """Return the passes of a masked model that remasks tokens; TypeError for others."""
         return _of_kind(self.trajectory, MaskTrace, "rollout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerState(Fields):
-    """Says when on the way from noise to data a state is."""
+    """Holds the time of a state between noise and data."""
 
     time: Tensor  # [B]; 1 is noise, 0 is data
 
@@ -311,8 +311,8 @@ class Transition(SamplerState):
 class Renoised(SamplerState):
     """Describes a finished sample to which noise was added."""
 
-    x0_per_output: Tensor  # [B] how far the predicted clean sample moves with the output
-    snr: Tensor | None = None  # [B] power of the signal over that of the noise
+    x0_per_output: Tensor  # [B] derivative of the predicted clean sample by the output
+    snr: Tensor | None = None  # [B] signal-to-noise ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +327,7 @@ class WholePath(SamplerState):
 class MaskPass(Fields):
     """Describes a pass of a masked model's sampler."""
 
-    # [B] what the tokens' temperature is multiplied by in this pass; None: 1
+    # [B] factor of the tokens' temperature in this pass; None: 1
     heat: Tensor | None = None
 
 
@@ -340,18 +340,18 @@ class MaskChoice(MaskPass):
 
 @dataclass(frozen=True, kw_only=True)
 class Query(Rows):
-    """Describes what one forward pass of the network sees, and where its output is looked at."""
+    """Describes the input of one forward pass, and where its output is used."""
 
     row_id: Tensor  # [B] long, as in Rollout
-    state: Tensor  # [B, *] what the network sees
+    state: Tensor  # [B, *] the network's input
     mask: Tensor  # [B, L] bool
-    step: SamplerState | MaskPass | None = None  # where on the sampler's way the state is
-    # guidance scale; None is the policy's own on the path, 1 on re-noised states
+    step: SamplerState | MaskPass | None = None  # the state's place on the sampler's path
+    # guidance scale; None: the policy's on the path, 1 on re-noised states
     guidance: float | None = None
 
     @property
     def time(self) -> Tensor:
-        """Read the time [B] of the state; TypeError for models that write tokens."""
+        """Return the time [B] of the state; TypeError for token models."""
         return _of_kind(self.step, SamplerState, "point").time
 
     @property
@@ -376,16 +376,16 @@ class Point(Query):
 
     target: Tensor  # [B, *] the decision: next latents, velocity, or token ids
     advantage: Tensor  # [B, 1] or [B, L]
-    # [B, 1 or L, N] advantages whose losses are summed; None: ``advantage`` alone
+    # [B, 1 or L, N] advantages whose losses are summed; None: only ``advantage``
     advantage_parts: Tensor | None = None
-    num_decisions: Tensor  # [B] decisions of the row that are trained on, over all its points
+    num_decisions: Tensor  # [B] number of trained decisions of the row, over all its points
     logprob: Tensor | None = None  # [B, L] recorded at sampling; None for a re-noised state
     entropy: Tensor | None = None  # [B, L] recorded at sampling, nats; None: not recorded
-    weight: Tensor | None = None  # [B, L] of every decision in the loss; None: all alike
+    weight: Tensor | None = None  # [B, L] weight of every decision in the loss; None: all equal
     provenance: Provenance = Provenance()
     # [B, L] long: 0 text, 1 image, where a row has both; None: all are of one kind
     modality: Tensor | None = None
-    # [B, L] what the clip of the ratio is multiplied by; None: 1
+    # [B, L] factor of the ratio's clip range; None: 1
     clip_scale: Tensor | None = None
     # [B, L] weight of every decision by the estimator of masked diffusion; None: 1
     estimator_weight: Tensor | None = None
@@ -394,7 +394,7 @@ class Point(Query):
     # what a coupled objective computed from all points of the step (``Objective.couple``)
     coupling: Fields | None = None
     prompts: Sequence[Prompt] = ()  # P, for objectives that call a reward
-    # the weights are those that sampled: the ratio is 1, what differs from it is rounding
+    # on-policy: the weights are the sampling weights, so the ratio is 1 up to rounding
     on_policy: bool = False
 
     @property
@@ -407,26 +407,26 @@ class Point(Query):
         return _of_kind(self.coupling, kind, "point")
 
     def credit(self) -> Tensor:
-        """Return what a surrogate is summed over: the parts of the advantage, [B, 1 or L, N], or
-        the advantage where it has none."""
+        """Return the advantages that a surrogate is summed over: the parts, [B, 1 or L, N], or the
+        advantage if it has none."""
         return self.advantage if self.advantage_parts is None else self.advantage_parts
 
     def sampled_mask(self) -> Tensor:
-        """Return ``mask`` [B, L] of rows the policy sampled just now, for metrics."""
+        """Return ``mask`` [B, L] of rows sampled in this iteration, for metrics."""
         mask = self.current()
         is_ground_truth = self.provenance.is_ground_truth
         return mask if is_ground_truth is None else mask & ~is_ground_truth[:, None]
 
     def current(self) -> Tensor:
-        """Return ``mask`` without rows of earlier iterations, whose log-probs are those of other
-        weights, [B, L] bool."""
+        """Return ``mask`` without rows of earlier iterations, whose log-probs are of older weights,
+        [B, L] bool."""
         is_replayed = self.provenance.is_replayed
         return self.mask if is_replayed is None else self.mask & ~is_replayed[:, None]
 
     def old(self, logp: Tensor, recorded: Tensor) -> Tensor:
-        """Return the log-probs that a ratio divides by, [B, L]: on fresh points the row's own
-        without their gradient, since what differs from the ``recorded`` ones is rounding; and
-        always the recorded ones of rows of earlier iterations."""
+        """Return the log-probs in the denominator of the ratio, [B, L]: on fresh points the
+        detached current ones, which differ from the ``recorded`` ones only by rounding; for rows of
+        earlier iterations always the recorded ones."""
         if not self.on_policy:
             return recorded
         is_replayed = self.provenance.is_replayed
@@ -442,21 +442,21 @@ def _of_kind(part: object, kind: type[Part], record: str) -> Part:
 
 
 class Completion(str):
-    """Holds a text that a model wrote, with what a reward may need to know of it; None: not known.
+    """Holds a text that a model wrote, with recorded values that rewards may need; None: unknown.
     Its slices are plain strings."""
 
-    tokens: int | None  # how many, the one that ended it included
-    finished: bool | None  # ended by its end token; False: it was cut at the limit
+    tokens: int | None  # number of tokens, including the end token
+    finished: bool | None  # ended by its end token; False: truncated at the limit
     logprob: float | None  # mean over its tokens under the sampling distribution
     # mean over its tokens of KL(uniform || the model's distribution)
     self_certainty: float | None
     # mean over its tokens of log p(token | question) - log p(token)
     question_gain: float | None = None
-    # log-prob of the token that judges an answer, behind its last one
+    # log-prob of the token that judges an answer, after its last one
     last_logprob: float | None = None
-    # tokens that any answer of its batch may have: decisions K of a row
+    # maximum tokens of an answer in its batch: decisions K of a row
     limit: int | None
-    spell: Callable[[], list[str]] | None  # the texts up to each of its tokens
+    spell: Callable[[], list[str]] | None  # the text up to each of its tokens
 
     def __new__(
         cls,
@@ -479,5 +479,5 @@ class Completion(str):
 
     @classmethod
     def of(cls, text: str) -> Completion:
-        """Return a completion as it is, and another text as one of which nothing is known."""
+        """Return a completion unchanged, and any other text as one without recorded values."""
         return text if isinstance(text, cls) else cls(text)

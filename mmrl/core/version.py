@@ -1,3 +1,3 @@
-"""The version of the package, here and nowhere else."""
+"""The version of the package, defined only here."""
 
 __version__ = "0.1.0"

@@ -1,5 +1,5 @@
-"""Reads files of weights without running anything they may hold, and says in one sentence which
-file is broken: cut short, empty, a Git LFS pointer, a shard that is absent, NaN in a tensor."""
+"""Reads weight files without executing code in them, and names a broken file: truncated, empty, a
+Git LFS pointer, a missing shard, NaN in a tensor."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SMALL = 1 << 10  # bytes: no LFS pointer is larger
 
 
 def read_tensors(file: Path, within: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Read tensors by name; ``state_dict``, ``model`` or ``module`` around them is taken off, and
-    the keys ``within``, one in the other.
+    """Read tensors by name; ``state_dict``, ``model`` or ``module`` around them is removed, then
+    the nested keys ``within``.
 
     Raises:
-        UserError: no file, a broken one, one that holds something else than tensors.
+        UserError: no file, a broken one, or one that holds something else than tensors.
     """
     content: Any = _content(file)
     for key in (*WRAPPED, *within):
@@ -44,7 +44,7 @@ def read_tensors(file: Path, within: Sequence[str] = ()) -> dict[str, Tensor]:
 
 
 def settings(file: Path) -> dict[str, Any]:
-    """Return the settings that a training script saved beside the weights as ``args``; {}: none."""
+    """Return the settings that a training script saved with the weights as ``args``; {}: none."""
     content: Any = _content(file) if file.suffix in PICKLED else {}
     options = content.get("args") if isinstance(content, dict) else None
     if isinstance(options, Namespace):
@@ -60,7 +60,7 @@ def _content(file: Path) -> Any:
             from safetensors.torch import load_file
 
             return load_file(file)
-        # the options of a training script, which hold plain values
+        # the options of a training script, as plain values
         with torch.serialization.safe_globals([Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -70,7 +70,7 @@ def _content(file: Path) -> Any:
             f"cannot read {file} as tensors: a whole pickled module is not read, as it could run "
             f"code: save its state_dict() where you trust it"
         ) from error
-    # zip, pickle and safetensors each have their own types for "not my format"
+    # zip, pickle and safetensors each have their own exception for "not my format"
     except Exception as error:
         first = (str(error) or "no message").splitlines()[0]
         raise UserError(
@@ -100,8 +100,7 @@ def _opened(file: Path) -> Any:
 
 
 def files_of(folder: Path, variant: str | None = None) -> list[Path]:
-    """List the files from which a library reads the weights of one part, as far as they are
-    there."""
+    """List the existing files from which a library reads the weights of one part."""
     middle = f".{variant}" if variant else ""
     for suffix in (".safetensors", ".bin"):
         for stem in STEMS:
@@ -121,8 +120,8 @@ def _index(folder: Path, stem: str, suffix: str, middle: str) -> dict[str, str]:
 
 
 def variant_of(folder: Path) -> str | None:
-    """Name the only variant of the weights in a folder, such as ``fp16``; None where there are
-    plain ones, or no variant."""
+    """Return the only variant of the weights in a folder, such as ``fp16``; None if there are plain
+    ones, or no variant."""
     if files_of(folder):
         return None
     known = set()
@@ -134,7 +133,7 @@ def variant_of(folder: Path) -> str | None:
 
 
 def fault_in(folder: Path) -> str | None:
-    """Say which file of a folder is broken; None where each looks whole."""
+    """Say which file of a folder is broken; None if all look complete."""
     files = files_of(folder) or sorted(f for f in folder.glob("*") if f.suffix in WEIGHTS)
     absent = [file.name for file in files if not file.is_file()]
     if absent:
@@ -148,7 +147,7 @@ def fault_in(folder: Path) -> str | None:
 
 
 def fault(file: Path) -> str | None:
-    """Say in a sentence why a file cannot be what its name says; None where it looks whole."""
+    """Say in a sentence why a weight file is broken; None if it looks complete."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(SMALL)
@@ -165,7 +164,7 @@ def fault(file: Path) -> str | None:
 
 
 def _cut(file: Path, size: int) -> str | None:
-    """Compare a safetensors file's size with what its header promises."""
+    """Compare a safetensors file's size with its header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > max(size - 8, 0):
@@ -185,7 +184,7 @@ def _cut(file: Path, size: int) -> str | None:
 
 
 def _zip_fault(file: Path, start: bytes) -> str | None:
-    """Look at the list at the end of a file of torch, which is a zip file since torch 1.6."""
+    """Check the central directory of a torch file, a zip file since torch 1.6."""
     from zipfile import ZipFile
 
     if not start.startswith(b"PK"):
@@ -228,7 +227,7 @@ def types_of(file: Path) -> dict[str, torch.dtype]:
 
 
 def refuse_eight_bits(file: Path) -> None:
-    """Raise UserError where a safetensors file holds floats of 8 bits."""
+    """Raise UserError for a safetensors file with fp8 values."""
     content = _opened(file)
     for name in list(content.keys()):
         if str(content.get_slice(name).get_dtype()).startswith("F8"):

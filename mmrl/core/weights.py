@@ -3,8 +3,8 @@
 With LoRA the adapter starts at zero, so the snapshot taken before step 0 *is* the base model:
 reference, old and averaged policies need no second model. A snapshot is swapped in by *exchanging
 contents in place*, shard by shard: no parameter object changes, so DDP, FSDP2 (DTensor) and
-optimizers never notice, and of a third copy only a part is ever there. Operations take lists of
-tensors at once: a large model has hundreds, and each call costs the host time. Under FSDP2 every
+optimizers are unaffected, and only a part of a third copy exists at any time. Operations take lists
+of tensors at once: a large model has hundreds, and each call costs the host time. Under FSDP2 every
 method but ``parameters`` is called by all processes alike.
 """
 
@@ -20,22 +20,23 @@ from mmrl.core.sharding import extent, is_sharded, like, shards
 from mmrl.core.tensor_files import Part
 
 LIVE = "live"
-SPARE = 2**28  # bytes of weights that exist a third time while snapshots are swapped
-# what activation checkpointing and torch.compile put in names
+SPARE = 2**28  # bytes of the third copy while snapshots are swapped
+# wrapper names of activation checkpointing and torch.compile
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def reshard(module: nn.Module) -> None:
-    """Make the shards the parameters again. After a forward pass FSDP2 keeps the whole weights of
-    its outermost group for the backward pass to come; a pass after a change of the shards would
-    compute with the old weights."""
+    """Make the shards the parameters again. After a forward pass FSDP2 keeps the unsharded weights
+    of its outermost group for the backward pass; a pass after a change of the shards would use the
+    old weights."""
     for part in module.modules():
         if shards(part):
             part.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor: the same storage, no version counting by autograd."""
+    """Return this process's part of a tensor: the same storage, without autograd's version
+    counter."""
     detached = tensor.data
     return detached._local_tensor if is_sharded(detached) else detached
 
@@ -49,7 +50,7 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def parts(tensors: Sequence[Tensor], size: int) -> Iterator[slice]:
-    """Cut a list into runs of at most ``size`` bytes each, or of one tensor where that alone is
+    """Cut a list into runs of at most ``size`` bytes each, or of one tensor if that alone is
     larger."""
     start = held = 0
     for end, tensor in enumerate(tensors):
@@ -71,8 +72,8 @@ class Weights:
         self.current = LIVE
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters (under FSDP2 the shards) by the name they have without
-        any wrapper; looked up anew since sharding replaces the objects."""
+        """Return the trainable parameters (under FSDP2 the shards) by name without wrappers; looked
+        up each time, since sharding replaces the objects."""
         reshard(self.module)
         return {_plain(name): p for name, p in self.module.named_parameters() if p.requires_grad}
 
@@ -95,7 +96,7 @@ class Weights:
         """Run the block with a snapshot in place of the live weights. Blocks nest; ``live`` is
         always a valid name.
 
-        Safe between a forward and its backward pass: contents are restored to the bit before the
+        Safe between a forward and its backward pass: contents are restored bit by bit before the
         block ends.
         """
         if name != LIVE and name not in self.saved:
@@ -147,7 +148,7 @@ class Weights:
         """Put whole tensors back, under a snapshot's name or as the live weights. Names and shapes
         must agree.
 
-        Of a checkpoint's part only what this process holds is read.
+        From a checkpoint only this process's shards are read.
         """
         parameters = self.parameters()
         if set(parameters) != set(tensors):
@@ -164,8 +165,7 @@ class Weights:
 
 
 def block(tensors: Mapping[str, Tensor], key: str, parameter: Tensor) -> Tensor:
-    """Return this process's block of the whole tensor called ``key``, which is as large as
-    ``parameter``."""
+    """Return this process's block of the whole tensor ``key``, of the shape of ``parameter``."""
     shape = tensors.shape(key) if isinstance(tensors, Part) else tuple(tensors[key].shape)
     if shape != tuple(parameter.shape):
         raise ValueError(f"{key}: shape {shape} where the model has {tuple(parameter.shape)}")

@@ -1,5 +1,5 @@
-"""Completes what was exported after full training: weights in the types of the base's files, and
-its other files, such as its licence, beside them."""
+"""Completes an export after full training: weights in the dtypes of the base's files, and its other
+files, such as the licence."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def complete(folder: Path, place: str) -> None:
-    """Store weights in the types of the base at ``place``, where they are not trained to the byte
-    as there, and copy files that a model needs and an export does not make."""
+    """Store weights in the dtypes of the base at ``place``, and copy files that a model needs and
+    an export does not write."""
     base = folder_of(place)
     if base is None or not (base / "config.json").is_file():
         return
@@ -32,7 +32,7 @@ def complete(folder: Path, place: str) -> None:
 
 
 def is_companion(file: Path) -> bool:
-    """Tell whether a file of a model's folder is no weights, list of weights or cache."""
+    """Tell whether a file of a model's folder is neither weights, an index of weights nor cache."""
     return not (
         file.name.endswith((*WEIGHTS, ".index.json"))
         or file.name.startswith((*SKIPPED, "adapter_"))
@@ -40,7 +40,7 @@ def is_companion(file: Path) -> bool:
 
 
 def restore_types(folder: Path, base: Path) -> None:
-    """Store the weights of one part in the types in which its base's files have them."""
+    """Store the weights of one part in the dtypes of its base's files."""
     types = weight_files.types_in(base)
     if not types:
         return
@@ -50,7 +50,7 @@ def restore_types(folder: Path, base: Path) -> None:
 
 
 def cast(folder: Path, dtype: torch.dtype) -> None:
-    """Store all weights of a folder, and of its parts, in one type."""
+    """Store all weights of a folder, and of its parts, in one dtype."""
     for part in sorted({file.parent for file in folder.rglob("*.safetensors")}):
         _rewrite(part, lambda _: dtype)
         _say_type(part, dtype)
@@ -66,7 +66,7 @@ def _rewrite(folder: Path, type_of: Any) -> None:
         tensors = {name: _cast(value, type_of(name)) for name, value in stored.items()}
         total += sum(value.nbytes for value in tensors.values())
         if any(value.dtype != stored[name].dtype for name, value in tensors.items()):
-            draft = file.with_name(f"{file.name}.draft")  # the file that is read is mapped
+            draft = file.with_name(f"{file.name}.draft")  # the file being read is memory-mapped
             save_file(tensors, draft, metadata=texts or {"format": "pt"})
             draft.replace(file)
     for index in folder.glob("*.safetensors.index.json"):
@@ -80,7 +80,7 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _say_type(folder: Path, dtype: torch.dtype) -> None:
-    """Write the type into the config of a model of transformers and of its parts."""
+    """Write the dtype into the config of a model of transformers and of its parts."""
     file = folder / "config.json"
     if not file.is_file():
         return

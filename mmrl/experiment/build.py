@@ -1,5 +1,4 @@
-"""Builds live objects from a configuration, which training, sampling, evaluation and export begin
-with."""
+"""Builds live objects from a configuration, for training, sampling, evaluation and export."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def read(
     path: Path, overrides: Sequence[str], processes: int = 1, added: Mapping[str, Any] = {}
 ) -> Config:
     """Read a configuration and check it as far as possible without building a model. ``added``:
-    sections that code gives."""
+    sections supplied by code."""
     load_built_in()
     problems: list[str] = []
     configuration = config.load(path, overrides, added=added, problems=problems)
@@ -76,8 +75,7 @@ def read(
 
 
 def check_trackers(configuration: Config) -> None:
-    """Raise UserError where a tracker that training would start is not installed. What only reads
-    a run needs none."""
+    """Raise UserError if a tracker that training would start is not installed."""
     try:
         check_installed(configuration.section("log", LogOptions).trackers())
     except UserError as error:
@@ -94,16 +92,16 @@ class Session:
     scorer: Scorer
     options: TrainOptions
     evaluation: EvaluateOptions
-    summaries: Sequence[Summary] = ()  # of the data: what was read, left out and held out
+    summaries: Sequence[Summary] = ()  # of the data: counts read, left out and held out
 
     @classmethod
     def of(cls, configuration: Config, policy: Any = None, judged: bool = False) -> Session:
-        """Build the parts that a configuration names; ``policy``: the one it names, where it has
-        been built already. ``judged``: what only judges will be needed too."""
+        """Build the parts that a configuration names; ``policy``: its policy, if already built.
+        ``judged``: evaluation-only rewards will also be needed."""
         options = configuration.section("train", TrainOptions)
-        check_precision(options)  # before a large model is loaded in vain
+        check_precision(options)  # before loading a large model
         check_started(configuration, options)
-        # new adapters draw their first weights from the global generator
+        # new adapters are initialised from the global generator
         seed_everything(options.seed)
         if policy is None:
             check_hub(configuration)
@@ -113,7 +111,7 @@ class Session:
         if policy is None and any(summary.stops for summary in summaries):
             whole = len(source.train) + len(source.held_out)
             refuse_broken(summaries, whole, foreseen(configuration, source))
-        with torch.random.fork_rng(devices=[]):  # what lacks a model says so before a policy loads
+        with torch.random.fork_rng(devices=[]):  # a missing model is reported before a policy loads
             rewards = scorer(configuration, ("reward",), options)
         policy = policy or configuration.build("policy", POLICIES)
         if start := configuration.plain.get("start"):
@@ -133,8 +131,8 @@ class Session:
         return session
 
     def prompts(self) -> list[Prompt]:
-        """Return the held-out prompts, or the training prompts where nothing is held out; of them
-        the half that ``evaluate.split`` names. Raises UserError if that is empty."""
+        """Return the held-out prompts, or the training prompts if nothing is held out; of them the
+        half named in ``evaluate.split``. Raises UserError if that is empty."""
         prompts = list(self.source.held_out) or list(self.source.train)
         halves = dict(zip(HALVES, development_and_test(prompts), strict=True))
         chosen = halves.get(self.evaluation.split, prompts)
@@ -166,7 +164,7 @@ class Session:
         )
 
     def _compared(self, preferences: Preferences) -> Sequence[Prompt]:
-        """Return the prompts to train on that have compared answers, after a look at all answers.
+        """Return the training prompts that have compared answers, after checking all answers.
         Raises UserError, with file and line."""
         compared = Compared.of(preferences)
         train = compared.pairs.kept(self.source.train)
@@ -179,7 +177,7 @@ class Session:
         if not extra.get("reward"):
             return self.scorer
         measured = scorer(self.config, ("evaluate", "reward"), self.options)
-        # weight 0: what only judges is no part of the sum that is trained on
+        # weight 0: evaluation-only rewards are not part of the trained sum
         weights = dict.fromkeys(measured.rewards, 0.0) | self.scorer.weights
         return Scorer(
             self.scorer.rewards | measured.rewards,
@@ -189,8 +187,8 @@ class Session:
 
 
 def check_hub(configuration: Config) -> None:
-    """Raise UserError within seconds where the model of a policy of ours is one of the hub, and
-    cannot be had."""
+    """Raise UserError within seconds if the model of one of mmrl's policies is a hub id that is not
+    available."""
     spec = configuration["policy"]
     name, options = (spec, None) if isinstance(spec, str) else next(iter(spec.items()))
     path = (options or {}).get("path")
@@ -204,8 +202,8 @@ def check_hub(configuration: Config) -> None:
 
 
 def check_judges(configuration: Config) -> None:
-    """Raise UserError within seconds where a model of ``evaluate.reward`` is one of the hub, and
-    cannot be had; these rewards are built when they judge, perhaps a night later."""
+    """Raise UserError within seconds if a model of ``evaluate.reward`` is a hub id that is not
+    available; these rewards are built when first used, perhaps hours later."""
     section = ("evaluate", "reward")
     if section not in rewarded(configuration):
         return
@@ -219,9 +217,8 @@ def check_judges(configuration: Config) -> None:
 
 
 def check_started(configuration: Config, options: TrainOptions) -> None:
-    """Raise UserError, before anything is loaded, where the processes that were started do not
-    divide into groups, shard in a way that is not supported, or the policy or optimizer cannot be
-    shared by them."""
+    """Raise UserError, before anything is loaded, if the processes do not divide into groups, shard
+    in an unsupported way, or cannot share the policy or optimizer."""
     processes = started()
     check_launcher()
     check_mesh(options, processes)
@@ -240,8 +237,8 @@ def _entry(configuration: Config, section: str, registry: Any) -> Any:
 
 
 def begin_with(policy: Any, configuration: Config, start: Path) -> None:
-    """Give a policy the weights of another run (``start``), the moving average if there is one, or
-    of an adapter's folder."""
+    """Load the weights of another run (``start``) into a policy, the moving average if there is
+    one, or of an adapter's folder."""
     start = start.expanduser()
     beside = Path(configuration.file).parent / start
     run = beside if (beside / CONFIG).is_file() or adapter_files.is_adapter(beside) else start
@@ -276,8 +273,8 @@ def begin_with(policy: Any, configuration: Config, start: Path) -> None:
 
 
 def begin_with_lora(policy: Any, lora: Path, place: Place) -> None:
-    """Give a policy of a model of diffusers the change of a LoRA file (``start``), or of a folder
-    with those of two experts."""
+    """Merge a LoRA file (``start``) into a policy of a diffusers model, or a folder with LoRAs of
+    two experts."""
     try:
         lora_merging.start(policy, lora)
     except UserError as error:
@@ -286,15 +283,16 @@ def begin_with_lora(policy: Any, lora: Path, place: Place) -> None:
 
 @dataclass(frozen=True)
 class Admitted:
-    """Holds the prompts of a data source that a policy can take."""
+    """Holds the prompts of a data source that a policy accepts."""
 
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
 
 
 def admitted(policy: Any, source: Any, summaries: Sequence[Summary] = ()) -> Any:
-    """Leave out prompts that are too long for the policy, and those that it cannot take if all
-    sources leave broken rows out. Raises UserError with all of these else, and if none is left."""
+    """Leave out prompts that are too long for the policy, and those that it cannot use if all
+    sources skip broken rows. Otherwise raises UserError with all of these, and also if none is
+    left."""
     problems: list[str] = []
     parts = [_taken(policy, list(part), problems) for part in (source.train, source.held_out)]
     fitting = Admitted(*parts)
@@ -319,8 +317,8 @@ def admitted(policy: Any, source: Any, summaries: Sequence[Summary] = ()) -> Any
 
 
 def foreseen(configuration: Config, source: Any) -> list[str]:
-    """List the rows that the policy of a configuration cannot take, "place: why", before its
-    weights are loaded."""
+    """List the rows that the policy of a configuration cannot use, "place: why", before its weights
+    are loaded."""
     problems: list[str] = []
     if "policy" not in configuration.plain:
         return problems
@@ -329,15 +327,17 @@ def foreseen(configuration: Config, source: Any) -> list[str]:
             policy = configuration.build("policy", POLICIES)
             for part in (source.train, source.held_out):
                 _taken(policy, list(part), problems)
-    except Exception as error:  # whatever ends here ends, or passes, when the weights are loaded
+    except (
+        Exception
+    ) as error:  # errors here are raised again, or vanish, when the weights are loaded
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warnings.warn(f"the policy itself did not look at the rows: {reason}", stacklevel=2)
+        warnings.warn(f"the policy itself did not check the rows: {reason}", stacklevel=2)
     return problems
 
 
 def _by_size(policy: Any, prompts: Sequence[Prompt]) -> BySize | None:
-    """Draw iterations of one size where rows have several. Raises UserError where something else
-    chooses the prompts of an iteration."""
+    """Draw iterations of one size if rows have several. Raises UserError if something else chooses
+    the prompts of an iteration."""
     sizes = {policy.size_of(prompt) for prompt in prompts} if VariesSize.kept_by(policy) else ()
     if len(sizes) < 2:
         return None
@@ -350,7 +350,7 @@ def _by_size(policy: Any, prompts: Sequence[Prompt]) -> BySize | None:
 
 
 def _taken(policy: Any, prompts: list[Prompt], problems: list[str]) -> list[Prompt]:
-    """Return the prompts that a policy takes, and add what is wrong with others to ``problems``."""
+    """Return the prompts that a policy accepts, and add the problems of others to ``problems``."""
     try:
         taken: list[Prompt] = policy.admit(prompts)
         return taken
@@ -390,8 +390,8 @@ def compares(configuration: Config) -> bool:
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Shorten names as curves are called: ``my_rewards:sharpness`` is ``sharpness``; in full where
-    two would be called the same."""
+    """Shorten names for curves: ``my_rewards:sharpness`` is ``sharpness``; in full if two would be
+    equal."""
     short = {name: name.rpartition(":")[2] for name in names}
     often = Counter(short.values())
     return {name: alias if often[alias] == 1 else name for name, alias in short.items()}
@@ -399,7 +399,7 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
 
 def read_data(configuration: Config) -> tuple[Any, list[Summary]]:
     """Build the data source and check that its prompts have what the rewards need. Returns it with
-    the account of what was read."""
+    its statistics."""
     with collecting() as summaries:
         source = configuration.build("data", DATA)
     if not (hasattr(source, "train") and hasattr(source, "held_out")):
@@ -416,11 +416,10 @@ def read_data(configuration: Config) -> tuple[Any, list[Summary]]:
 def check_needs(
     configuration: Config, source: Any, rewards: Mapping[str, Plugin], policy: Any = None
 ) -> None:
-    """Check that every prompt has what these rewards need, and that they judge what the policy
-    makes. Raises UserError with the line.
+    """Check that every prompt has what these rewards need, and that they judge the policy's medium.
+    Raises UserError with the line.
 
-    Without ``rewards``: those of the configuration, by what their classes say, before any of them
-    is built.
+    Without ``rewards``: those of the configuration, by their classes, before any is built.
     """
     sections = (
         {("reward",): rewards}
@@ -465,8 +464,7 @@ def trained(
     run: Path, overrides: Sequence[str] = (), at: str | None = None, judged: bool = False
 ) -> Session:
     """Open a finished or stopped run: live weights trained (the moving average, if there is one),
-    the base as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole one is
-    taken."""
+    the base as snapshot ``ref``. ``at`` names a checkpoint; by default the newest complete one."""
     checkpoints = run / "checkpoints"
     path = checkpoint.named(checkpoints, at) if at else checkpoint.choose(checkpoints)[0]
     arrays, meta = checkpoint.load(path, checked=not at)
@@ -474,7 +472,7 @@ def trained(
     session.scorer.load_state_dict(meta.get("rewards", {}))  # such as weights of a schedule
     weights = session.policy.weights
     try:
-        if "snapshot-ref" in arrays:  # otherwise the base is the model as it was built
+        if "snapshot-ref" in arrays:  # otherwise the base is the model as built
             weights.load(arrays["snapshot-ref"], "ref")
         weights.load(arrays.get("snapshot-ema", arrays["weights"]))
     except ValueError as error:
@@ -494,15 +492,15 @@ def base(path: Path, overrides: Sequence[str] = (), judged: bool = False) -> Ses
 
 
 def set_width(policy: Any, options: TrainOptions, meta: Mapping[str, Any] = {}) -> None:
-    """Give the passes of a policy the width they have in training: that of the configuration, or,
-    where it was measured, the one in what a checkpoint holds (``meta``)."""
+    """Set the width of a policy's forward passes as in training: from the configuration or, if
+    measured, from a checkpoint (``meta``)."""
     if options.micro_batch_size == "auto" and meta.get("pass_rows"):
         policy.pass_sizes.rows = int(meta["pass_rows"])
     policy.pass_sizes.rows = policy.pass_sizes.rows or arithmetic(options).micro_batch
 
 
 def last_stage(run: Path) -> Path:
-    """Return the folder of the last stage that a run with stages has begun; of another run its
+    """Return the folder of the last stage that a run with stages has begun; for another run its
     own."""
     file = run / CONFIG
     if not file.is_file() or not config.load_stages(file)[1]:

@@ -1,8 +1,7 @@
-"""Compares the configuration of a resume with the one that trained until then.
+"""Compares the configuration of a resume with the one used so far.
 
-A checkpoint holds its configuration. Values are compared as they are built: an option that is
-written out and one that is left to its default are equal, and so are a preset and what it sets.
-What differs is free to change, worth a warning, or refused, unless the user accepts it.
+A checkpoint holds its configuration. Values are compared after defaults and presets are filled in.
+A difference is allowed, worth a warning, or refused unless the user accepts it.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from mmrl.core.effects import Resumes
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, ALL, REWARDS, options
 
-# sections that change nothing about what is learned
+# sections without effect on what is learned
 FREE_SECTIONS = ("alarms", "evaluate", "log", "run")
 REFUSED_SECTIONS = ("advantage", "data", "objective", "start")
-NAMES = 3  # changes that a sentence names
+NAMES = 3  # number of changes that a message names
 
 
 @dataclass(frozen=True)
 class Change:
-    """Holds one value that differs, by the keys that lead to it."""
+    """Holds one value that differs, by its path of keys."""
 
     path: tuple[str, ...]
     before: Any
@@ -46,15 +45,15 @@ class Change:
 
 
 def text_of(configuration: Config) -> str:
-    """Write a configuration as it is stored in a checkpoint."""
+    """Serialise a configuration for a checkpoint."""
     return config.dump(configuration)
 
 
 def admit(
     stored: str | None, configuration: Config, folder: Path, accept: bool = False
 ) -> list[str]:
-    """Compare with the configuration that a checkpoint stored. Returns warnings; raises UserError
-    for what is refused, unless ``accept``."""
+    """Compare with the configuration stored in a checkpoint. Returns warnings; raises UserError for
+    refused changes, unless ``accept``."""
     if stored is None:
         return []  # by a version that stored none
     try:
@@ -82,11 +81,11 @@ def changes(before: Config, after: Config) -> Iterator[Change]:
 
 
 def effect(path: tuple[str, ...], before: Any, after: Any, whole: Mapping[str, Any]) -> Resumes:
-    """Tell what a change means for a run that goes on. ``whole`` is the new configuration."""
+    """Tell what a change means for a resumed run. ``whole`` is the new configuration."""
     section = path[0]
     if section in FREE_SECTIONS:
         return "free"
-    if section == "ray":  # places are free, how old samples may be is not
+    if section == "ray":  # the placement may change, the staleness of samples may not
         return "warned" if path[1:] == ("staleness",) else "free"
     if section in REFUSED_SECTIONS or path in (("policy",), ("optimizer",), ("reward",)):
         return "refused"
@@ -102,8 +101,8 @@ def effect(path: tuple[str, ...], before: Any, after: Any, whole: Mapping[str, A
 
 
 def normal(configuration: Config) -> dict[str, Any]:
-    """Return all values of a configuration, defaults and presets filled in. Raises UserError where
-    it is not one of this version's."""
+    """Return all values of a configuration, defaults and presets filled in. Raises UserError if it
+    is not of this version."""
     problems: list[str] = []
     plain = configuration.plain
     values: dict[str, Any] = {}
@@ -190,7 +189,7 @@ def _is_one_file(before: Any, after: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Write a value in few words: of a plug-in the name."""
+    """Write a value in few words: a plug-in as its name."""
     if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
         return ", ".join(value)
     return show(value)

@@ -1,13 +1,13 @@
-"""Writes checkpoints whole or not at all, checks them when they are read, never pickles.
+"""Writes checkpoints atomically, verifies them when read, never pickles.
 
 A checkpoint is a folder ``iteration-000012`` of safetensors files and ``state.json``, which lists
 every file with its size and SHA-256. It is written under a temporary name, synced to the disk and
 renamed, so a crash at any moment leaves either the whole checkpoint or none.
 
 A part (weights, a snapshot, the optimizer's state) is one file of whole tensors. Under FSDP2 it is
-a folder of files, in which each process has written its shards by torch.distributed.checkpoint, so
-that nothing is gathered. Both are read block by block, by any number of processes. All processes
-must see the folder.
+a folder of files, in which each process writes its shards by torch.distributed.checkpoint, without
+gathering. Both are read block by block, by any number of processes. All processes must see the
+folder.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from mmrl.core.tensor_files import Part
 from mmrl.core.version import __version__
 
 FORMAT = "mmrl-checkpoint-2"
-READABLE = (FORMAT, "mmrl-checkpoint-1")  # the first had whole tensors only
+READABLE = (FORMAT, "mmrl-checkpoint-1")  # version 1 had whole tensors only
 PREFIX = "iteration-"
-BEST = "best.json"  # beside the checkpoints: which of them had the best held-out score
+BEST = "best.json"  # next to the checkpoints: the one with the best held-out score
 NAME = re.compile(rf"{PREFIX}(\d{{6,}})")
 
 Tensors = Mapping[str, Tensor]
@@ -69,7 +69,7 @@ def save(
     files: dict[str, Any] = {}
     for each in distributed.all_gather_plain(prints):
         files |= each
-    with distributed.together(), on_disk(folder):  # the others go on when it is there
+    with distributed.together(), on_disk(folder):  # the others continue once it exists
         if main:
             listed = {name: files[name] for name in names}
             made_by = {"format": FORMAT, "mmrl": __version__}
@@ -80,7 +80,7 @@ def save(
 
 
 def _finish(work: Path, final: Path, state: Mapping[str, Any]) -> None:
-    """Give a folder that holds a whole checkpoint its list of files and its name."""
+    """Write the list of files of a complete checkpoint, and rename its folder."""
     (work / "state.json").write_text(json.dumps(state, indent=1))
     for path in [*work.rglob("*"), work]:
         sync(path)
@@ -115,15 +115,15 @@ def _write_whole(path: Path, tensors: Tensors) -> None:
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(plain, path)
-    except SafetensorError as error:  # what it makes of a full disk
+    except SafetensorError as error:  # its error for a full disk
         raise OSError(None, str(error), str(path)) from error
 
 
 def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
-    """Open a checkpoint: arrays, which are read when they are asked for, and its metadata.
+    """Open a checkpoint: lazily read arrays, and its metadata.
 
-    UserError says what is wrong with a torn or foreign one. ``checked``: ``choose`` has compared
-    the files with their SHA-256, which is not done again.
+    UserError says what is wrong with a damaged or foreign one. ``checked``: ``choose`` has already
+    verified the SHA-256 of the files.
     """
     state = _read(path) if checked else _checked(path)
     parts: dict[str, list[Path]] = {}
@@ -134,8 +134,8 @@ def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
 
 
 def every(folder: Path) -> list[Path]:
-    """List the checkpoints of a run, the newest first, unread. What is called otherwise, or is no
-    folder, is the user's own."""
+    """List the checkpoints of a run, the newest first, without reading them. Other names, and
+    files, belong to the user."""
     named = {path: NAME.fullmatch(path.name) for path in folder.glob(PREFIX + "*")}
     numbers = {path: int(match[1]) for path, match in named.items() if match and path.is_dir()}
     return sorted(numbers, key=lambda path: numbers[path], reverse=True)
@@ -149,7 +149,7 @@ def latest(folder: Path) -> Path | None:
 def named(folder: Path, name: str) -> Path:
     """Return the checkpoint of that name, or the ``best`` by ``train.save_best``.
 
-    Raises UserError where no evaluation has chosen one."""
+    Raises UserError if no evaluation has chosen one."""
     if name != "best" or (folder / name).is_dir():
         return folder / name
     iteration = json_object(folder / BEST).get("iteration")
@@ -162,8 +162,8 @@ def named(folder: Path, name: str) -> Path:
 
 
 def choose(folder: Path) -> tuple[Path, list[str]]:
-    """Choose the newest whole checkpoint, and say what was wrong with newer ones. UserError if none
-    is whole.
+    """Choose the newest complete checkpoint, and say what was wrong with newer ones. UserError if
+    none is complete.
 
     A collective call: each process compares its share of the files with their SHA-256.
     """
@@ -182,8 +182,8 @@ def choose(folder: Path) -> tuple[Path, list[str]]:
 
 def prune(folder: Path, keep: int, newest: int, best: int | None = None) -> None:
     """Delete all but the newest ``keep`` checkpoints up to iteration ``newest`` and the ``best``,
-    and what crashed writers left behind. Those of later iterations are damaged, or the run would
-    have gone on from them; they are replaced when it comes by."""
+    and the remains of crashed writers. Those of later iterations are damaged, or the run would have
+    resumed from them; they will be overwritten."""
     limit = path_of(folder, newest)
     known = every(folder)
     stays = None if best is None else path_of(folder, best)
@@ -216,7 +216,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _foreign(state: Any) -> str:
-    """Say who has written a checkpoint that this version does not read."""
+    """Say which version has written a checkpoint that this one cannot read."""
     state = state if isinstance(state, dict) else {}
     name, _, number = str(state.get("format")).rpartition("-")
     if name == FORMAT.rpartition("-")[0] and number.isdecimal():
@@ -229,13 +229,13 @@ def _foreign(state: Any) -> str:
 
 
 def _is_whole(state: Mapping[str, Any]) -> bool:
-    """Tell whether state.json has what every checkpoint has."""
+    """Tell whether state.json has all required fields."""
     files, meta = state.get("files"), state.get("meta")
     return isinstance(files, dict) and isinstance(meta, dict)
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    """Read state.json and compare this process's share of the files with what was written."""
+    """Read state.json and verify this process's share of the files."""
     state = _read(path)
     for name in _share(list(state["files"])):
         if _fingerprint(path / name) != state["files"][name]:

@@ -1,5 +1,5 @@
 """Converts LoRA files between the forms of diffusers, ComfyUI and kohya's sd-scripts, and merges
-adapters into a model that its library loads without them. No run is needed."""
+adapters into a model. Needs no run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.index.json")
 
 
 def form_of(name: str) -> Format:
-    """Return a format by its name; UserError where there is none of that name."""
+    """Return a format by its name; UserError if unknown."""
     known: tuple[Format, ...] = get_args(Format)
     for form in known:
         if form == name:
@@ -43,8 +43,8 @@ def file_name(form: Format) -> str:
 
 
 def rewrite_export(folder: Path, place: str, form: Format) -> None:
-    """Write every LoRA file of an export in another form instead. ``place``: the base model.
-    UserError where all weights were trained, and where the form cannot be checked."""
+    """Rewrite every LoRA file of an export in another form. ``place``: the base model. UserError if
+    all weights were trained, or the form cannot be checked."""
     files = [folder / LORA, *(folder / part / LORA for part in lora_merging.EXPERTS.values())]
     files = [file for file in files if file.is_file()]
     if not files:
@@ -82,9 +82,9 @@ def convert(adapter: Path, base: str | None, form: Format, file: Path) -> Path:
 def merge(
     adapters: Sequence[Path], base: str | None, weights: Sequence[float], folder: Path
 ) -> Path:
-    """Add adapters, each times its weight (default 1), to the weights of their base model and write
-    it as a new folder that its own library loads: W + weight * scale * BA, in the base's type. One
-    file of a whole model becomes such a folder.
+    """Merge adapters, each times its weight (default 1), into their base model and write it as a
+    new folder for its library: W + weight * scale * BA, in the base's dtype. A single-file model
+    also becomes such a folder.
 
     Raises UserError before anything is written if files, weights and base do not fit.
     """
@@ -116,7 +116,7 @@ def merge(
 
 
 def _around(file: Path) -> str | None:
-    """Return the folder of diffusers that a file lies in, if it does."""
+    """Return the diffusers folder that contains a file, if any."""
     return str(file.parent) if (file.parent / "model_index.json").is_file() else None
 
 
@@ -135,7 +135,7 @@ def _merge_lora(pairs: list[tuple[Path, float]], base: Base, folder: Path) -> Pa
     types = {part: lora_files.stored_dtype(place, part) for part in changed}
     encoders = _text_encoders(base, place, [file for _, file, _ in read])
     with on_disk(folder), whole_folder(folder) as draft:
-        # all but the networks stays what it is, to the byte
+        # all files but the networks are copied unchanged
         shutil.copytree(
             place,
             draft,
@@ -198,7 +198,7 @@ def _with_adapter(net: Any, source: Path, adapter: Path, scale: float) -> dict[s
         raise UserError(f"{adapter}: this adapter does not fit {source}: {reason}") from error
     for name, module in adapted.named_modules():
         if isinstance(module, LoraLayer):
-            check_alone(net, name)  # in ``adapted`` it no longer shares its weight
+            check_alone(net, name)  # in ``adapted`` its weight is no longer shared
             module.scaling["default"] *= scale
     return merged(adapted)
 

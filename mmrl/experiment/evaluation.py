@@ -26,19 +26,19 @@ from mmrl.scoring import Scorer
 from samplers.noise import Rng
 
 MOST_CANDIDATES = 64  # samples held at once while the best of several are chosen
-MOST_PROMPTS = 4096  # of which evaluation.json has every mean
+MOST_PROMPTS = 4096  # up to which evaluation.json lists every mean
 
 
 def sample_in_evaluation(policy: Policy) -> None:
-    """Sample in evaluation too, where the policy would take the likeliest answer."""
+    """Sample also in evaluation, instead of greedy decoding."""
     if isinstance(policy, EvaluatesGreedily):
         policy.sample_in_evaluation()
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Holds a mean over ``n`` samples and its 95 % confidence interval; the prompts are the
-    independent units."""
+    """Holds a mean over ``n`` samples and its 95 % confidence interval; prompts are the independent
+    units."""
 
     mean: float
     low: float
@@ -48,7 +48,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class BestOf:
-    """Replaces every sample by the best of ``count``, by the reward of ``scorer``: it has one."""
+    """Replaces every sample by the best of ``count``, by the single reward of ``scorer``."""
 
     count: int
     scorer: Scorer
@@ -57,7 +57,7 @@ class BestOf:
         """Return the best of every ``count`` neighbours, which answer one prompt; the first of
         equally good ones. A reward of groups, such as a vote, sees these neighbours as a group.
 
-        A sample that could not be scored is never better than one that could.
+        A scored sample always beats one without a score.
         """
         group = torch.arange(len(prompts)) // self.count
         marked = [{**p, "group": i} for p, i in zip(prompts, group.tolist(), strict=True)]
@@ -77,14 +77,14 @@ def taken(media: Media, rows: Tensor) -> Media:
 
 @dataclass(frozen=True)
 class Scores:
-    """Holds what the samples of every prompt scored, of all processes."""
+    """Holds the scores of the samples of every prompt, of all processes."""
 
     rewards: dict[str, Tensor]  # name -> [P, copies], NaN: could not be scored
-    diversity: Tensor  # [P], mean distance of two samples; NaN where there is nothing to compare
-    of_the_set: dict[str, float]  # numbers of the whole set: mAP
+    diversity: Tensor  # [P], mean distance of two samples; NaN if there is only one
+    of_the_set: dict[str, float]  # measures of the whole set: mAP
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it, null in the place of NaN."""
+        """Return it as JSON data, null for NaN."""
         return {
             "rewards": finite({n: values.double().tolist() for n, values in self.rewards.items()}),
             "diversity": finite(self.diversity.tolist()),
@@ -100,11 +100,10 @@ def sample(
     guidance: float | None = None,
     best: BestOf | None = None,
 ) -> tuple[Media, list[Prompt]]:
-    """Sample this process's share, with the noise that ``seed`` names: the same before and after
+    """Sample this process's share, with noise keyed by ``seed``: the same before and after
     training. With ``best`` each sample is the best of several.
 
-    Every process samples equally many, as sharded models need; what fills up the last ones is
-    thrown away.
+    Every process samples equally many, as sharded models need; the padding is discarded.
     """
     draw = partial(_sampled, policy, copies, seed, guidance, best)
     parts = by_size(policy, prompts, draw)
@@ -132,7 +131,7 @@ def _sampled(
     first = rank * share
     local_prompts = list(prompts[first : first + share])
     padded = [*local_prompts, *[prompts[0]] * (share - len(local_prompts))]
-    # candidates are many: they are judged and left before the next are drawn
+    # many candidates: score and drop them before drawing the next
     step = max(1, MOST_CANDIDATES // drawn) if best else share
     parts = []
     rows: list[Prompt] = []
@@ -184,7 +183,7 @@ def scores(
 ) -> Scores:
     """Sample and score held-out prompts under the current weights; a collective call.
 
-    Of answers with boxes also mAP, on one process: a number of the whole set.
+    For answers with boxes also mAP, on one process: a measure of the whole set.
     """
     chosen = list(prompts[: options.prompts])
     measure = partial(_scores, policy, scorer, options, guidance, best)
@@ -232,7 +231,7 @@ def _of_the_set(media: Media, prompts: Sequence[Prompt]) -> dict[str, float]:
 
 
 def estimates(measured: Scores) -> dict[str, Estimate]:
-    """Estimate the mean of every reward; what is a number of the whole set has no bounds."""
+    """Estimate the mean of every reward; a measure of the whole set has no bounds."""
     infinite = float("inf")
     values = next(iter(measured.rewards.values()))
     return {name: estimate(value) for name, value in measured.rewards.items()} | {
@@ -242,8 +241,8 @@ def estimates(measured: Scores) -> dict[str, Estimate]:
 
 
 def estimate(values: Tensor) -> Estimate:
-    """Estimate a mean from rewards [P, copies], NaN where a sample could not be scored. Prompts are
-    clusters: their means vary."""
+    """Estimate a mean from rewards [P, copies], NaN for a sample without a score. Prompts are
+    clusters."""
     means = prompt_means(values)
     if not means.isfinite().any():
         return Estimate(float("nan"), float("nan"), float("nan"), 0)
@@ -253,18 +252,18 @@ def estimate(values: Tensor) -> Estimate:
 
 
 def _binary(*scores: Tensor) -> bool:
-    """Tell whether rewards [P, copies] are 0 or 1, where a sample could be scored."""
+    """Tell whether rewards [P, copies], apart from NaN, are 0 or 1."""
     return all(is_binary(each[~each.isnan()].cpu().numpy(), None) for each in scores)
 
 
 def row(
     model: str, guidance: float | None, measured: Scores, base: Scores | None = None
 ) -> dict[str, Any]:
-    """Make one line of ``evaluation.json``: of every reward mean and interval, the mean of every
-    prompt, and where there is a ``base`` the difference to it, paired by prompts.
+    """Return one row of ``evaluation.json``: mean and interval of every reward, the mean of every
+    prompt and, with a ``base``, the difference to it, paired by prompts.
 
-    What is not a number, such as the bounds of an interval over one prompt, is null. Means of
-    prompts are there for up to ``MOST_PROMPTS`` of them.
+    What is not a number, such as the bounds of an interval over one prompt, is null. Prompt means
+    are listed for up to ``MOST_PROMPTS`` prompts.
     """
     line: dict[str, Any] = {
         "model": model,
@@ -286,8 +285,8 @@ def row(
 
 
 def difference(before: Tensor, after: Tensor) -> dict[str, Any]:
-    """Estimate by how much the mean over prompts differs, with its 95 % interval and p-value, from
-    rewards [P, copies] of the same prompts and noise: what prompts have in common cancels."""
+    """Estimate the paired difference of means over prompts, with its 95 % interval and p-value,
+    from rewards [P, copies] of the same prompts and noise."""
     first, second = (prompt_means(values)[None].cpu().numpy() for values in (before, after))
     change = paired(first, second, _binary(before, after))
     numbers = {"mean": change.mean, "low": change.low, "high": change.high, "p": change.p}
@@ -295,5 +294,5 @@ def difference(before: Tensor, after: Tensor) -> dict[str, Any]:
 
 
 def prompt_means(values: Tensor) -> Tensor:
-    """Average over the samples of a prompt that could be scored: [P], NaN where none could."""
+    """Average over the scored samples of a prompt: [P], NaN if there are none."""
     return values.double().nanmean(1)

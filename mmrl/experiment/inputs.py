@@ -1,5 +1,5 @@
-"""Remembers what the code of rewards and the rows of the data are, so that a resume can say what
-has changed since a checkpoint."""
+"""Fingerprints the code of rewards and the rows of the data, so that a resume can report what has
+changed since a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mmrl.config import Chosen
 from mmrl.experiment.build import Session, resolved, rewarded
 
 OURS = ("mmrl", "rewards", "samplers")  # packages whose code comes with a version
-LARGE = 2**26  # bytes of a file, of which only the size is looked at
+LARGE = 2**26  # files of more bytes are compared by size only
 
-Known = dict[str, dict[str, str]]  # what -> its parts by name, each as it is
+Known = dict[str, dict[str, str]]  # input -> its parts by name, each with a fingerprint
 
 
 def known(session: Session) -> Known:
-    """Return what the inputs of a run are: of every reward its files of code and data, of every
-    source of data its rows."""
+    """Return the fingerprints of a run's inputs: each reward's code and data files, each data
+    source's rows."""
     inputs: Known = {}
     for section in rewarded(session.config):
         for name, chosen in resolved(session.config, section).items():
@@ -34,7 +34,7 @@ def known(session: Session) -> Known:
 
 
 def changed(before: Mapping[str, Mapping[str, str]] | None, after: Known) -> list[str]:
-    """Say what differs of the inputs that are in both."""
+    """Describe the inputs that differ, of those in both."""
     lines = []
     for what, parts in (before or {}).items():
         now = after.get(what, {})
@@ -51,8 +51,8 @@ def changed(before: Mapping[str, Mapping[str, str]] | None, after: Known) -> lis
 
 
 def _files(chosen: Chosen) -> Iterator[str]:
-    """Yield the user's own files that make a reward: its module, what that imports from its folder,
-    and those that its options name."""
+    """Yield the user's files behind a reward: its module, what that imports from its folder, and
+    files named in its options."""
     entry = inspect.unwrap(chosen.reward.entry)
     if entry.__module__.partition(".")[0] not in OURS:
         yield from _code_of(entry.__module__, set())

@@ -32,10 +32,10 @@ from mmrl.train.trainer import Trainer
 def train(
     name: Path, overrides: Sequence[str] = (), resume: bool = False, accept: bool = False
 ) -> Path:
-    """Train a configuration, or go on with a run folder. Returns the run folder. One with stages
-    is trained stage by stage. ``accept``: a resume may change what makes it another run.
+    """Train a configuration, or resume a run folder. Returns the run folder. One with stages is
+    trained stage by stage. ``accept``: allow a resume with changes that make it another run.
 
-    Raises UserError for everything a user can mend; what was trained until then is saved.
+    Raises UserError for everything a user can fix; progress until then is saved.
     """
     return trained(name, overrides, resume, accept).folder
 
@@ -47,15 +47,14 @@ def trained(
     accept: bool = False,
     watcher: Watcher | None = None,
 ) -> Ended:
-    """Do the same, and tell how it ended. ``watcher`` is told what happens."""
+    """Do the same, and return how it ended. ``watcher`` is notified of what happens."""
     with ending_by_errors(), peers.watched():
         return _train(name, overrides, resume, accept, watcher)
 
 
 @contextmanager
 def ending_by_errors() -> Iterator[None]:
-    """Keep what is printed from ending a training, and turn code of the user's that ends the
-    program into an error."""
+    """Keep printing from ending a training, and turn ``SystemExit`` of user code into an error."""
     with lasting_output():
         try:
             yield
@@ -108,7 +107,7 @@ def _train(
 def _write_stages(
     folder: Path, plain: Mapping[str, Any], checked: Mapping[str, config.Config]
 ) -> None:
-    """Write the configuration of a run with stages: all that each of them does stands in it."""
+    """Write the configuration of a run with stages, each complete."""
     whole = {name: parsed(config.dump(known), known.file)[0] for name, known in checked.items()}
     parts = {
         name: {key: value for key, value in sections.items() if key not in OF_ALL}
@@ -121,7 +120,7 @@ def _write_stages(
 
 
 def is_finished(folder: Path) -> bool:
-    """Tell whether a run has spent its iterations or its budget."""
+    """Tell whether a run has completed its iterations or its budget."""
     try:
         text = (folder / "events.jsonl").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -144,13 +143,13 @@ def train_one(
     accept: bool = False,
     watcher: Watcher | None = None,
 ) -> Ended:
-    """Train a configuration without stages, or one of its stages; ``added``: sections that code
-    gives. ``accept``: a resume may change what makes it another run."""
+    """Train a configuration without stages, or one of its stages; ``added``: sections supplied by
+    code. ``accept``: allow a resume with changes that make it another run."""
     configuration = read(config_of(name) if resume else name, overrides, added=added)
     check_trackers(configuration)
     folder = name if resume else run_folder(configuration, name)
     with distributed.together():
-        check_writable(folder)  # before a large model is built in vain
+        check_writable(folder)  # before building a large model
     session = Session.of(configuration, judged=True)
     return train_session(session, folder, resume, accept, watcher)
 
@@ -162,7 +161,7 @@ def train_session(
     accept: bool = False,
     watcher: Watcher | None = None,
 ) -> Ended:
-    """Train what has been built, into a new folder, or go on with that of a run."""
+    """Train a built session, into a new folder, or resume that of a run."""
     configuration = session.config
     trainer = session.trainer()
     config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, trainer.device.processes)
@@ -170,7 +169,7 @@ def train_session(
     folder = Path(distributed.all_gather_plain(str(folder))[0])
     with ExitStack() as held:
         lock = FolderLock(folder, active=trainer.device.main)
-        with distributed.together(), on_disk(folder):  # only the main process looks into the folder
+        with distributed.together(), on_disk(folder):  # only the main process reads the folder
             held.enter_context(lock)
             if trainer.device.main and not resume and is_begun(folder):
                 raise UserError(holds_a_run(folder))
@@ -197,14 +196,14 @@ def train_session(
 
 
 def _iterate(run: Run, warnings: Sequence[str], resume: bool, begun: bool) -> None:
-    """Go through a run to its end. ``begun``: a checkpoint of it has been restored."""
+    """Iterate a run to its end. ``begun``: a checkpoint of it has been restored."""
     note = ""
     if begun:
         run.saved = run.trainer.iteration
         path = checkpoint.path_of(run.folder / "checkpoints", run.trainer.iteration)
         note = f"resumed from {path}"
     elif resume:
-        note = f"{run.folder} has no checkpoint yet: begun anew"
+        note = f"{run.folder} has no checkpoint yet: started from the beginning"
     with run.writing():
         run.recall(warnings, note)
     with run.signals.caught():
@@ -215,7 +214,7 @@ def _iterate(run: Run, warnings: Sequence[str], resume: bool, begun: bool) -> No
 
 
 def run_folder(configuration: config.Config, name: Path) -> Path:
-    """Choose the run folder: ``run`` of the configuration, or runs/<family>-<method>-<time>; of a
+    """Choose the run folder: ``run`` of the configuration, or runs/<family>-<method>-<time>; for a
     file in the working directory runs/<file>-<time>."""
     if chosen := configuration.plain.get("run"):
         return Path(chosen)
@@ -227,8 +226,8 @@ def run_folder(configuration: config.Config, name: Path) -> Path:
 def _resume(
     trainer: Trainer, folder: Path, configuration: config.Config | None = None, accept: bool = False
 ) -> tuple[list[str], Any]:
-    """Restore the newest whole checkpoint. Returns what was wrong with newer ones and what the
-    configuration changes, and what was known of the run's inputs."""
+    """Restore the newest complete checkpoint. Returns warnings about newer ones and changes of the
+    configuration, and the recorded fingerprints of the run's inputs."""
     path, problems = checkpoint.choose(folder / "checkpoints")
     with distributed.together():
         arrays, meta = checkpoint.load(path, checked=True)

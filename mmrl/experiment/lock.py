@@ -1,10 +1,9 @@
 """Keeps a run folder to one training at a time: a second one, such as a requeued job, is refused.
 
-Two things say who writes: a lock of the system on ``.lock``, which ends with its process, and
-``owner.json`` with host, pid and start, which the owner touches every few seconds. On one machine
-the first decides. From another machine, where locks of a network disk may not reach, the second
-does: an owner that gives no sign of life for ``STALE`` seconds is taken for dead. Readers of a run
-take no lock.
+Ownership has two marks: a system lock on ``.lock``, which ends with its process, and ``owner.json``
+with host, pid and start, which the owner touches every few seconds. On one machine the first
+decides. Across machines, where locks of a network disk may not work, the second does: an owner
+without a heartbeat for ``STALE`` seconds counts as dead. Readers of a run take no lock.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from mmrl.core.files import write_json
 
 LOCK = ".lock"
 OWNER = "owner.json"
-HEARTBEAT = 10.0  # seconds between signs of life
-STALE = 90.0  # seconds without one; more than network disks keep what they know of a file
-SETTLE = 2.0  # seconds in which two that take over at once see each other
-LINGER = 5.0  # seconds in which the system lets go of what a process held that has just died
+HEARTBEAT = 10.0  # seconds between heartbeats
+STALE = 90.0  # seconds without one; more than the attribute cache of network disks
+SETTLE = 2.0  # seconds in which two simultaneous takeovers see each other
+LINGER = 5.0  # seconds in which the system releases the locks of a dead process
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Says who trains in a folder. ``boot`` names the running system, "" where it has no name."""
+    """Identifies who trains in a folder. ``boot`` is the boot id of the system, "" if unknown."""
 
     host: str
     boot: str
@@ -56,7 +55,7 @@ class Owner:
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
-        """Read who owns a folder; None if nobody does, or the file is not whole."""
+        """Read the owner of a folder; None if there is none, or the file is incomplete."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             return cls(**content)
@@ -64,13 +63,13 @@ class Owner:
             return None
 
     def is_here(self) -> bool:
-        """Tell whether the owner ran on this machine, since it was last started."""
+        """Tell whether the owner ran on this machine since its last boot."""
         return (self.boot, self.host) == (_boot(), platform.node()) or (
             self.boot != "" and self.boot == _boot()
         )
 
     def runs(self) -> bool:
-        """Tell whether a process of this machine with that number and birth is there."""
+        """Tell whether a process with that pid and start time runs on this machine."""
         import psutil
 
         try:
@@ -106,14 +105,14 @@ class FolderLock:
         self.ended.set()
         known = Owner.read(self.path)
         if known is not None and known.token == self.owner.token:
-            with suppress(OSError):  # of a disk that takes no more: the next one sees that we ended
+            with suppress(OSError):  # on a full disk: the next owner sees that this process ended
                 self.path.unlink(missing_ok=True)
         self.owner = None
         self._release()
 
     def check(self) -> None:
-        """Raise UserError if another process has taken the folder over, as one may that found this
-        one without a sign of life: then nothing more may be written."""
+        """Raise UserError if another process has taken the folder over, for lack of heartbeats:
+        then nothing more may be written."""
         if self.owner is None:
             return
         known = Owner.read(self.path)
@@ -130,7 +129,7 @@ class FolderLock:
             self.lock = lock
         except Timeout:
             raise UserError(self._held(Owner.read(self.path))) from None
-        except (OSError, NotImplementedError):  # a disk without locks: the owner's file decides
+        except (OSError, NotImplementedError):  # a disk without locks: the owner file decides
             self.lock = None
         try:
             owner = Owner.read(self.path)
@@ -139,7 +138,7 @@ class FolderLock:
                 raise UserError(self._held(owner))
             self.owner = Owner.me()
             write_json(self.path, asdict(self.owner))
-            if foreign:  # another machine may have come to the same end at the same time
+            if foreign:  # another machine may take over at the same time
                 time.sleep(SETTLE)
                 self.check()
         except BaseException:
@@ -149,8 +148,8 @@ class FolderLock:
         threading.Thread(target=self._beat, args=(self.owner,), daemon=True).start()
 
     def _acquire(self, lock: FileLock) -> None:
-        """Take the system's lock. Where its owner has ended, wait a little: a child that it had
-        just started holds a copy until it first runs. Raises Timeout."""
+        """Take the system lock. If its owner has ended, wait a little: a child that it had just
+        forked holds a copy until exec. Raises Timeout."""
         end = time.monotonic() + LINGER
         while True:
             try:
@@ -163,15 +162,15 @@ class FolderLock:
                 time.sleep(0.05)
 
     def _lives(self, owner: Owner) -> bool:
-        """Tell whether the owner still trains; watch one of another machine for as long as it takes
-        to know. That is at most ``STALE`` seconds, whatever clocks say."""
+        """Tell whether the owner still trains; an owner on another machine is watched for at most
+        ``STALE`` seconds, independent of clocks."""
         if owner.is_here():
             return self.lock is None and owner.runs()
         first = sign = self._sign()
         end = time.monotonic() + STALE
         while sign is not None and first is not None:
             at, age = sign
-            if at != first[0]:  # a sign of life
+            if at != first[0]:  # a heartbeat
                 return True
             if age > STALE or time.monotonic() > end:
                 return False
@@ -180,12 +179,14 @@ class FolderLock:
         return False
 
     def _sign(self) -> tuple[float, float] | None:
-        """Return when the owner last gave a sign of life and how many seconds ago, both by the
-        clock of the disk; None if it has left."""
+        """Return the owner's last heartbeat and its age in seconds, both by the disk's clock; None
+        if it has left."""
         probe = self.folder / f".probe-{uuid.uuid4().hex}"
         try:
             probe.touch()
-            with self.path.open("rb") as file:  # opening asks the server of a network disk anew
+            with self.path.open(
+                "rb"
+            ) as file:  # opening refreshes the attributes from a network disk
                 at = os.fstat(file.fileno()).st_mtime
             return at, probe.stat().st_mtime - at
         except FileNotFoundError:
@@ -194,13 +195,13 @@ class FolderLock:
             probe.unlink(missing_ok=True)
 
     def _beat(self, owner: Owner) -> None:
-        """Give signs of life until the end."""
+        """Write heartbeats until the end."""
         while not self.ended.wait(HEARTBEAT):
             known = Owner.read(self.path)
             if known is not None and known.token == owner.token:
                 try:
                     os.utime(self.path)
-                except OSError:  # a disk in trouble: whoever writes to it says so
+                except OSError:  # a failing disk: the next write reports it
                     continue
 
     def _release(self) -> None:
@@ -218,7 +219,7 @@ class FolderLock:
 
 
 def _boot() -> str:
-    """Name the running system, equal in all containers of a machine, until it is started again."""
+    """Return the system's boot id, equal in all containers of a machine."""
     try:
         return BOOT.read_text().strip()
     except OSError:

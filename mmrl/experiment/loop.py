@@ -1,4 +1,4 @@
-"""Runs the iterations of a trainer, with everything that is written down, saved and shown."""
+"""Runs the iterations of a trainer, with logging, checkpoints and evaluation."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from mmrl.rollout.collect import Sampled
 from mmrl.train.trainer import Trainer
 
 PREVIEW = 8  # held-out prompts in a sample grid
-# limit of train.budget -> metric of an iteration that is added up
+# limit of train.budget -> metric of an iteration that is summed
 COSTS = {"cpu_seconds": "cpu_seconds", "samples": "samples/total", "forwards": "forwards"}
 
 
 @dataclass
 class Run:
-    """Runs a trainer with its surroundings. ``stop`` is why the loop should end after the current
-    iteration."""
+    """Runs a trainer with logging, checkpoints and evaluation. ``stop``: reason to end after the
+    current iteration."""
 
     session: Session
     trainer: Trainer
@@ -62,19 +62,19 @@ class Run:
     folder: Path
     lock: FolderLock = field(default_factory=lambda: FolderLock(Path(), active=False))
     watcher: Watcher = field(default_factory=Watcher)
-    caller_ends: bool = False  # whoever watches wants the run to end
+    caller_ends: bool = False  # a watcher requests the end of the run
     stop: str = ""
-    status: int = 0  # exit status of a command that runs this
-    saved: int | None = None  # iteration of the newest checkpoint, where this process knows it
+    status: int = 0  # exit status of the command
+    saved: int | None = None  # iteration of the newest checkpoint, if known to this process
     started: float = field(default_factory=time.monotonic)
-    # reward -> failures already written to the events
+    # reward -> failures already logged as events
     reported: dict[str, int] = field(default_factory=dict)
     alarms: Alarms = field(default_factory=lambda: Alarms(AlarmOptions()))
-    # what the iterations so far have taken, by the names of train.budget
+    # sums over the iterations so far, by the names of train.budget
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COSTS, 0.0))
     finished: str = ""  # which budget ended the run
     meter: ThroughputMeter = field(default_factory=ThroughputMeter)
-    # iteration and optimizer step at which the state was last whole
+    # iteration and optimizer step at which the state was last consistent
     whole: tuple[int, int] = (-1, -1)
 
     def __post_init__(self) -> None:
@@ -84,8 +84,7 @@ class Run:
         self.signals = Signals(self._promise)
 
     def recall(self, warnings: Sequence[str], note: str = "") -> None:
-        """Take up what was logged before a resume, and write what there is to be said about the
-        beginning: what may be wrong as warnings, what is so as notes."""
+        """Restore what was logged before a resume, and log warnings and notes about the start."""
         session = self.session
         weights = session.scorer.weights
         rewards = {name: r for name, r in session.scorer.rewards.items() if weights[name]}
@@ -105,8 +104,7 @@ class Run:
             self.say("note", line)
 
     def begin(self, fresh: bool) -> None:
-        """Prepare what every process needs, and write what the main one writes before the first
-        iteration."""
+        """Prepare every process, and write the main one's files before the first iteration."""
         session = self.session
         session.policy.prepare([*session.source.train, *session.source.held_out])
         with distributed.together(), on_disk(self.folder):
@@ -125,7 +123,7 @@ class Run:
                 self._evaluate()
 
     def _surroundings(self) -> dict[str, Any]:
-        """Return what of this process sums may round by, and whose code makes the model."""
+        """Return what may affect rounding in this process, and the library of the model."""
         return {
             "model_code": dict(self.session.policy.report.code),
             "threads": torch.get_num_threads(),
@@ -134,9 +132,8 @@ class Run:
         }
 
     def loop(self) -> None:
-        """Iterate until the end. The order lets a kill at any point be replayed: the line of an
-        iteration is on the disk before its checkpoint, and lines after the last checkpoint are
-        written again by a resume."""
+        """Iterate until the end. A kill at any point can be resumed: the line of an iteration is on
+        disk before its checkpoint, and a resume rewrites lines after the last checkpoint."""
         options = self.session.options
         trainer = self.trainer
         with self.log.progress(options.iterations, trainer.iteration) as bar:
@@ -168,25 +165,25 @@ class Run:
                         self.saving.note_best(self.log.active)
 
     def _show(self, gallery: Gallery, sampled: Sampled) -> dict[str, float]:
-        """Let the gallery see an iteration, as a monitor; a collective call."""
+        """Pass an iteration to the gallery, as a monitor; a collective call."""
         with self.writing():
             return gallery.see(sampled) if self.log.active else {}
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Write something into the folder, on the main process; a collective call. Raises UserError
-        on all of them if the disk cannot be written, or the folder is another process's now."""
+        on all if the disk cannot be written, or another process now owns the folder."""
         with distributed.together(), on_disk(self.folder):
             self.lock.check()
             yield
 
     def _note(self, metrics: Mapping[str, float]) -> str:
-        """Return what the progress says besides the reward: the loss where there is none."""
+        """Return what the progress bar shows besides the reward: the loss if there is none."""
         return "" if "reward/mean" in metrics else f"loss {metrics.get('loss', math.nan):.4f}"
 
     def end(self) -> None:
-        """Save the last checkpoint and pictures, and say how to go on if the run was stopped."""
-        self.log.iteration = self.trainer.iteration  # also where a resume had nothing left to do
+        """Save the last checkpoint and pictures, and say how to resume if the run was stopped."""
+        self.log.iteration = self.trainer.iteration  # also if a resume had nothing left to do
         path = self.save()
         self.preview("after")
         with self.writing():
@@ -203,7 +200,7 @@ class Run:
                     print(f"next: {' | '.join(self._next())}")
 
     def _next(self) -> list[str]:
-        """List the commands that look at what was trained."""
+        """List the commands that show the result."""
         judged = bool(self.session.scorer.rewards)
         measure = [f"mmrl evaluate {self.folder}"] if judged else []
         best = " --checkpoint best" if self.saving.best is not None else ""
@@ -214,9 +211,9 @@ class Run:
         ]
 
     def save(self) -> Path:
-        """Save a checkpoint, after everything that was logged until now has reached the disk."""
+        """Save a checkpoint, after everything logged so far has reached the disk."""
         iteration = self.trainer.iteration
-        if self.saved == iteration:  # as it was read, or has just been written
+        if self.saved == iteration:  # as read, or as just written
             return checkpoint.path_of(self.folder / "checkpoints", iteration)
         with self.writing():
             self.log.sync()
@@ -234,8 +231,7 @@ class Run:
         return path
 
     def preview(self, name: str) -> None:
-        """Write a grid of held-out prompts with the noise that is always the same. Only pictures
-        and videos have one."""
+        """Write a grid of held-out prompts with fixed noise. Only pictures and videos have one."""
         prompts = self.session.prompts()
         size = size_of(self.trainer.policy, prompts[0])  # a grid has one
         alike = (p for p in prompts if size_of(self.trainer.policy, p) == size)
@@ -243,7 +239,7 @@ class Run:
         with self._best_weights():
             media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
         if isinstance(media, torch.Tensor) and media.ndim in (4, 5):
-            alone = distributed.world()[1] == 1  # what is gathered has no sound
+            alone = distributed.world()[1] == 1  # gathered tensors have no sound
             shown = media if alone else distributed.all_gather_rows(media)
             with self.writing():
                 texts = [str(p.get("text", "")) for p in prompts]
@@ -256,8 +252,8 @@ class Run:
             print(f"{kind}: {message}", flush=True)
 
     def _measured(self, iteration: int) -> dict[str, float]:
-        """Evaluate and preview where that is due after this iteration; what rewards learn of an
-        evaluation is saved with it."""
+        """Evaluate and preview if due after this iteration; what rewards learn from an evaluation
+        is saved with it."""
         options = self.session.options
         metrics: dict[str, float] = {}
         if due(iteration, options.evaluate_every):
@@ -286,13 +282,13 @@ class Run:
         return self.trainer.policy.weights.using(name)
 
     def recount(self, metrics: Sequence[Mapping[str, Any]]) -> None:
-        """Add up what iterations took."""
+        """Sum the cost of iterations."""
         for line in metrics:
             for name, key in COSTS.items():
                 self.spent[name] += line.get(key) or 0.0
 
     def _should_stop(self) -> bool:
-        """Agree with the other processes on why to end, if there is a reason; a collective call."""
+        """Agree with the other processes on a reason to end, if any; a collective call."""
         code = distributed.largest(self._reason(), self.trainer.device.accelerator.device)
         limit = self.session.options.time_limit
         if code >= SIGNAL:
@@ -309,7 +305,7 @@ class Run:
         return code != GO_ON
 
     def _reason(self) -> int:
-        """Return why this process would end the run."""
+        """Return this process's reason to end the run."""
         limit = self.session.options.time_limit
         if self.signals.number:
             return SIGNAL + self.signals.number
@@ -326,7 +322,7 @@ class Run:
         return budget.spent(self.spent) if budget else ""
 
     def _promise(self) -> None:
-        """Say what a first signal does."""
+        """Print what the first signal does."""
         if self.log.active:
             print(
                 "\nfinishing this iteration, then saving; press Ctrl-C again to stop now, without "
@@ -334,8 +330,8 @@ class Run:
             )
 
     def _tell(self, metrics: dict[str, float]) -> None:
-        """Report samples that could not be scored and an iteration that taught nothing, once for
-        every new case; and the policy's notes."""
+        """Report samples without a score and an iteration without a gradient, once per kind; and
+        the policy's notes."""
         while self.session.policy.report.warnings:
             self.say("note", self.session.policy.report.warnings.pop(0))
         if metrics["skipped_steps"] == self.trainer.plan.steps * self.session.options.epochs:
@@ -362,7 +358,7 @@ class Run:
                 )
 
     def _sound_alarms(self) -> None:
-        """Write every new alarm as an event with its numbers, and a line for whoever looks."""
+        """Write every new alarm as an event with its numbers, and a line on the terminal."""
         while self.alarms.news:
             alarm = self.alarms.news.pop(0)
             self.log.event("alarm", alarm.message, alarm.numbers, about=alarm.kind)
@@ -370,7 +366,7 @@ class Run:
                 print(f"alarm: {alarm.message}", flush=True)
 
     def _sub_scores(self) -> dict[str, float]:
-        """Average the sub-scores of rewards over all processes, of which some may have none."""
+        """Average the sub-scores of rewards over all processes, some of which may have none."""
         sums: dict[str, list[float]] = {}
         for parts in distributed.all_gather_json([self.session.scorer.sub_scores()]):
             for name, (total, count) in parts.items():
@@ -379,7 +375,7 @@ class Run:
         return {f"reward/{n}/mean": total / count for n, (total, count) in sums.items() if count}
 
     def _counted(self) -> dict[str, float]:
-        """Sum what rewards count themselves over all processes."""
+        """Sum the counters of rewards over all processes."""
         counts = self.session.scorer.counters()
         if not counts:
             return {}

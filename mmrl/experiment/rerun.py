@@ -1,5 +1,5 @@
-"""Repeats a finished run from its folder alone, and says whether the outcome is equal to the bit,
-or what differs: versions, device, threads, and the first metric that is not the same."""
+"""Repeats a finished run from its folder alone, and tells whether the result is bit-equal, or what
+differs: versions, device, threads, and the first differing metric."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mmrl.experiment.lifecycle import is_finished, trained
 from mmrl.experiment.loop import COSTS
 from mmrl.monitoring.log import EVENTS, METRICS, parse_line
 
-# metrics that say how long something took, not what came of it
+# metrics of time, not of results
 MEASURED = ("time/", "seconds", "cpu_seconds", "memory/", "throughput/", "share/")
-# of machine.json, what a sum may round by
+# keys of machine.json that may affect rounding
 SURROUNDINGS = ("cpu", "gpus", "threads", "processes", "mkl_cbwr", "python", "system", "commit")
 REPORT = "rerun.json"
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """Holds what a repetition came to. ``surroundings`` are differences that may be the cause."""
+    """Holds the result of a repetition. ``surroundings`` are differences that may be the cause."""
 
     folder: Path
     iterations: int
-    differences: tuple[str, ...]  # empty: equal to the bit
+    differences: tuple[str, ...]  # empty: bit-equal
     surroundings: tuple[str, ...]
 
     def lines(self) -> Iterator[str]:
@@ -51,8 +51,8 @@ class Rerun:
 
 
 def rerun(run: Path, folder: Path | None = None) -> Rerun:
-    """Train once more what stands in a run folder, into another folder, and compare. Raises
-    UserError if the run is not finished."""
+    """Repeat the training of a run folder in another folder, and compare. Raises UserError if the
+    run is not finished."""
     file = config_of(run)
     _, stages = config.load_stages(file)
     if stages:
@@ -81,8 +81,8 @@ def rerun(run: Path, folder: Path | None = None) -> Rerun:
 
 
 def _limits(run: Path, file: Path) -> list[str]:
-    """Return overrides that let a run end where the first one did: after as many samples, where it
-    ended by a budget or another number of processes would count otherwise."""
+    """Return overrides that end a run where the first one did: after the same number of samples, if
+    it ended by a budget or another number of processes would count differently."""
     plain = yaml.safe_load(file.read_text(encoding="utf-8"))
     lines = _lines(run / METRICS)
     limits = ["train.time_limit=null"]
@@ -94,7 +94,7 @@ def _limits(run: Path, file: Path) -> list[str]:
 
 
 def _sizes(run: Path, file: Path) -> list[str]:
-    """Return overrides that give passes the size that the first run has measured."""
+    """Return overrides with the batch size that the first run has measured."""
     newest = checkpoint.latest(run / "checkpoints")
     plain = yaml.safe_load(file.read_text(encoding="utf-8"))
     if newest is None or plain["train"].get("micro_batch_size") != "auto":
@@ -104,7 +104,7 @@ def _sizes(run: Path, file: Path) -> list[str]:
 
 
 def compare(first: Path, second: Path) -> Rerun:
-    """Compare what two runs have left."""
+    """Compare the outputs of two runs."""
     before, after = _lines(first / METRICS), _lines(second / METRICS)
     differences = [*_metrics(before, after), *_tensors(first, second)]
     surroundings = [*_surroundings(first, second), *_past(first)]
@@ -112,12 +112,12 @@ def compare(first: Path, second: Path) -> Rerun:
 
 
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics without what was measured by a clock."""
+    """Return a line of metrics without timings."""
     return {key: value for key, value in line.items() if not key.startswith(MEASURED)}
 
 
 def _metrics(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Name the first metric that differs, and how many do."""
+    """Return the first metric that differs, and how many do."""
     if len(before) != len(after):
         yield f"{len(before)} iterations, now {len(after)}"
     pairs = [
@@ -154,13 +154,13 @@ def _tensors(first: Path, second: Path) -> Iterator[str]:
 
 
 def _same_file(old: Path, new: Path, part: str) -> bool:
-    """Tell whether a part is one file of the same bytes; shards may be cut otherwise."""
+    """Tell whether a part is one file of the same bytes; shards may be divided differently."""
     files = [path / f"{part}.safetensors" for path in (old, new)]
     return all(file.is_file() for file in files) and sha256(files[0]) == sha256(files[1])
 
 
 def _gap(tensors: Any, again: Any) -> str:
-    """Say how far tensors are apart; empty if they are equal."""
+    """Describe the distance of tensors; empty if they are equal."""
     import torch
 
     if set(tensors) != set(again):
@@ -190,7 +190,7 @@ def _surroundings(first: Path, second: Path) -> Iterator[str]:
 
 
 def _past(run: Path) -> Iterator[str]:
-    """List what was changed in a run while it went on, which its last configuration cannot tell."""
+    """List changes made during a run, which its last configuration does not show."""
     for line in _lines(run / EVENTS):
         message = str(line.get("message", ""))
         if line.get("kind") == "warning" and message.startswith("changed: "):

@@ -1,5 +1,4 @@
-"""Notes what a user should know of rewards while a run goes on: one that takes long, one that
-drowns another."""
+"""Notes about rewards during a run: one that is slow, one that dominates another."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ def notes(
     chunks: int,
     advantage: Callable[..., Any],
 ) -> dict[str, str]:
-    """Return sentences by what they are about.
+    """Return sentences by topic.
 
     ``seconds``: spent in every reward so far. ``chunks``: train.reward_overlap_chunks.
     """
@@ -40,7 +39,7 @@ def notes(
 
 
 def sums(advantage: Callable[..., Any]) -> bool:
-    """Tell whether an advantage adds the rewards up before it compares them."""
+    """Tell whether an advantage sums the rewards before comparing."""
     try:
         combine = inspect.signature(advantage).parameters.get("combine")
     except (TypeError, ValueError):
@@ -49,8 +48,8 @@ def sums(advantage: Callable[..., Any]) -> bool:
 
 
 def drowned(metrics: Mapping[str, float], weights: Mapping[str, float]) -> str:
-    """Return a sentence about the two rewards whose spreads in the sum lie furthest apart; "" where
-    none is drowned."""
+    """Return a sentence about the two rewards whose weighted spreads differ most; "" if none is
+    dominated."""
     say = {
         name: abs(weight) * metrics.get(f"reward/{name}/std", 0.0)
         for name, weight in weights.items()

@@ -1,5 +1,5 @@
-"""Decides when a run saves besides ``train.save_every``: by the clock, and where the held-out score
-is the best so far, whose checkpoint is kept."""
+"""Decides when a run saves besides ``train.save_every``: by the clock, and if the held-out score is
+the best so far, whose checkpoint is kept."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from mmrl.experiment.checkpoint import BEST
 
 @dataclass
 class Saving:
-    """Remembers when a run saved last, and the iteration and score of its best evaluation.
+    """Tracks the time of the last save, and the iteration and score of the best evaluation.
 
-    ``weights``: of the rewards that are trained on; without any the score is minus the held-out
-    loss.
+    ``weights``: of the trained rewards; without any the score is minus the held-out loss.
     """
 
     options: TrainOptions
@@ -32,13 +31,13 @@ class Saving:
     score: float = -math.inf
 
     def recall(self, iteration: int) -> None:
-        """Take up the best checkpoint of a run that goes on from ``iteration``."""
+        """Restore the best checkpoint of a run resumed at ``iteration``."""
         known = json_object(self.folder / BEST)
         if self.options.save_best and known.get("iteration", math.inf) <= iteration:
             self.best, self.score = int(known["iteration"]), float(known["score"])
 
     def improved(self, iteration: int, metrics: Mapping[str, float]) -> bool:
-        """Tell whether this iteration's evaluation, if there was one, is the best; remember it."""
+        """Tell whether this iteration's evaluation, if any, is the best, and record it."""
         score = self.score_of(metrics) if self.options.save_best else None
         if score is None or not score > self.score:
             return False
@@ -64,7 +63,7 @@ class Saving:
         )
 
     def note_best(self, active: bool) -> None:
-        """Write which checkpoint is the best, once it is on the disk; by the main process."""
+        """Record the best checkpoint, once it is on disk; on the main process."""
         if active:
             about = {"iteration": self.best, "score": self.score}
             write_text(self.folder / BEST, json.dumps(about))

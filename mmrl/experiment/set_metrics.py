@@ -1,4 +1,4 @@
-"""Computes metrics of a whole held-out set that are no mean over its samples: COCO's mean average
+"""Computes metrics of a held-out set that are not a mean over samples: COCO's mean average
 precision."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from mmrl.core.types import Prompt
 
 
 def mean_ap(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Compute ``mAP`` (IoU 0.5 to 0.95) and ``mAP50`` by pycocotools over all answers, where every
+    """Compute ``mAP`` (IoU 0.5 to 0.95) and ``mAP50`` by pycocotools over all answers, if every
     prompt has boxes and labels.
 
     A predicted box without a label gets the label of the prompt if all its right boxes share one. A
-    box without a confidence has 1. Empty for other prompts. A coordinate space that cannot be
-    converted leaves its answer out.
+    box without a confidence has 1. Empty for other prompts. Answers in a coordinate space that
+    cannot be converted are left out.
     """
     if not prompts or not all(
         p.get("boxes") and len(p.get("labels") or ()) == len(p["boxes"]) for p in prompts

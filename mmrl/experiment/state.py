@@ -2,8 +2,8 @@
 N, stop, resume, N to the bit.
 
 Samples, shuffles and noise are keyed by the iteration and need nothing saved. Saved are the weights
-and snapshots, the optimizer, the advantage's memory, the loss scale, and the global generators,
-which only code from outside draws from.
+and snapshots, the optimizer, the advantage's state, the loss scale, and the global generators,
+which only external code uses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mmrl.train.update import Update
 
 
 def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
-    """Return the whole state as it is, not copied: save it, or copy it, before the next step. A
+    """Return the whole state without copying: save it, or copy it, before the next step. A
     collective call."""
     weights = trainer.policy.weights
     arrays = {"weights": weights.stored(LIVE)}
@@ -103,7 +103,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
 
 
 def _restore_critic(trainer: Trainer, arrays: Arrays, meta: dict[str, Any] | None) -> None:
-    """Restore what learns beside the policy; its weights are a snapshot."""
+    """Restore the critic; its weights are a snapshot."""
     critic = trainer.critic
     if critic is None or meta is None or not meta["step"]:
         return
@@ -122,16 +122,16 @@ def _restore_learnt(trainer: Trainer, meta: dict[str, Any]) -> None:
 
 
 def _restore_pass_size(trainer: Trainer, meta: dict[str, Any]) -> None:
-    """Take up the size of passes that was measured before, by which kernels round."""
+    """Restore the measured batch size of passes, which affects rounding."""
     rows = meta.get("pass_rows")
     if rows and trainer.options.micro_batch_size == "auto":
         trainer.limit_passes(int(rows))
 
 
 def _restore_weights(trainer: Trainer, arrays: Arrays) -> None:
-    """Load the live weights and the snapshots this run keeps. Those that the checkpoint lacks,
-    since the configuration asks for them only now, start from the live weights; the reference stays
-    the base model, which it is in a new trainer."""
+    """Load the live weights and the snapshots this run keeps. Snapshots that the checkpoint lacks,
+    because the configuration is new, start from the live weights; the reference stays the base
+    model, as in a new trainer."""
     weights = trainer.policy.weights
     weights.load(arrays["weights"])
     for name in trainer.snapshots():
@@ -146,7 +146,7 @@ def _optimizer_state(trainer: Trainer, update: Update) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     reshard(trainer.policy.net)
-    # torch would make a state up by taking a step, and the first real one would count as second
+    # torch would create a state by taking a step, and the first real one would count as the second
     if update.step == 0:
         return {}
     return get_optimizer_state_dict(trainer.policy.net, _own(update.optimizer))
@@ -170,7 +170,7 @@ def _load_optimizer(trainer: Trainer, update: Update, state: dict[str, Any]) -> 
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     reshard(trainer.policy.net)
-    lenient = StateDictOptions(strict=False)  # what never had a gradient has no state
+    lenient = StateDictOptions(strict=False)  # parameters without a gradient have no state
     inner = _own(update.optimizer)
     set_optimizer_state_dict(trainer.policy.net, inner, state, options=lenient)
 
@@ -181,7 +181,7 @@ def _own(optimizer: Any) -> Any:
 
 
 def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a state into tensors named ``parameter/slot``, or ``parameter/slot/name`` where a slot
+    """Split a state into tensors named ``parameter/slot``, or ``parameter/slot/name`` if a slot
     holds several, and everything else as JSON."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}

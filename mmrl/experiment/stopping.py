@@ -4,7 +4,7 @@
 status    after ``mmrl train``
 ========  =================================================================================
 0         finished: the iterations or the budget are spent
-2         an error that a user can mend, said in a sentence; what was trained is saved
+2         an error that a user can fix, as one sentence; progress is saved
 3         stopped by ``alarms.stop``: there was nothing to learn from; saved
 75        stopped by SIGTERM, SIGHUP, SIGQUIT or ``train.time_limit``, saved, to be resumed
           (EX_TEMPFAIL of sysexits.h, which schedulers know as "try again")
@@ -29,7 +29,7 @@ NOTHING_TO_LEARN = 3
 RESUMABLE = 75
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")  # Windows has the first two
 SAVING = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-# what a process says to the others: the larger counts
+# codes that processes exchange: the larger wins
 GO_ON, BUDGET, TIME_LIMIT, CALLER, STUCK, SIGNAL = 0, 1, 2, 3, 4, 100
 
 
@@ -46,9 +46,9 @@ class Ended:
 
 @dataclass
 class Signals:
-    """Remembers the first signal that asks for an end. A second Ctrl-C ends the process at once,
-    as SIGTERM after a Ctrl-C does; other repeated signals, which schedulers and closed terminals
-    send, change nothing."""
+    """Records the first signal that requests an end. A second Ctrl-C ends the process at once, as
+    SIGTERM after a Ctrl-C does; other repeated signals, from schedulers and closed terminals, have
+    no effect."""
 
     on_first: Callable[[], None]
     number: int = 0
@@ -83,7 +83,7 @@ class Signals:
 
 
 def status_of(code: int) -> int:
-    """Return the exit status for what the processes agreed on."""
+    """Return the exit status for the reason that the processes agreed on."""
     if code < TIME_LIMIT:
         return 0
     if code == STUCK:

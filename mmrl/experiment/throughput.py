@@ -1,5 +1,5 @@
 """Measures how well a run uses its devices: samples and tokens a second, shares of an iteration,
-and the share of the card's arithmetic (MFU)."""
+and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PHASES = {
 
 
 class ThroughputMeter:
-    """Counts the arithmetic of a run's first iteration, and takes that of later ones to grow with
-    the rows that pass through the network. Off the cards of the table nothing is counted."""
+    """Counts the FLOPs of a run's first iteration, and scales them for later ones by the rows
+    through the network. For cards that are not in the table nothing is counted."""
 
     def __init__(self, card: Card | None = None):
         known = torch.cuda.is_available()
@@ -32,7 +32,7 @@ class ThroughputMeter:
         self.flops_per_forward: float | None = None
 
     def iterate(self, trainer: Trainer) -> dict[str, float]:
-        """Run an iteration; the first one under torch's counter of operations."""
+        """Run an iteration; the first one under torch's FLOP counter."""
         counter: Any = None
         counting: AbstractContextManager[Any] = nullcontext()
         # the counter would break its graphs

@@ -1,4 +1,4 @@
-"""Lets whoever started a run look on while it goes on."""
+"""Defines the observer of a running training."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from mmrl.train.trainer import Trainer
 
 
 class Watcher:
-    """Is told what happens in a run; these methods do nothing."""
+    """Is notified of what happens in a run; these methods do nothing."""
 
     def built(self, session: Session, trainer: Trainer) -> None:
-        """See the parts of the run before the first iteration, or the first after a resume."""
+        """Called with the parts of the run before the first iteration, or the first after a
+        resume."""
 
     def iterated(self, iteration: int, metrics: Mapping[str, float]) -> bool:
-        """See the metrics of a finished iteration; return True to save and end the run."""
+        """Called with the metrics of a finished iteration; return True to save and end the run."""
         return False
 
     def evaluated(self, iteration: int, estimates: Mapping[str, Estimate]) -> None:
-        """See what held-out prompts earn."""
+        """Called with the rewards of held-out prompts."""
 
     def sampled(self, sampled: Sampled) -> dict[str, float]:
-        """See what an iteration has sampled, as a monitor."""
+        """Called with an iteration's samples, as a monitor."""
         return {}

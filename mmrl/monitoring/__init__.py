@@ -1,1 +1,1 @@
-"""Writes down what a run did and warns when it goes wrong."""
+"""Records a run and warns when it goes wrong."""

@@ -1,8 +1,8 @@
-"""Raises alarms during a run: there is nothing to learn from, the reward is being exploited,
-samples become alike, pictures saturate.
+"""Raises alarms during a run: no learning signal, reward hacking, mode collapse, saturated
+pictures.
 
-Each rule looks at curves of the run only, is stated in ``docs/rewards.md``, and was tried on
-simulated runs for how often it is wrong (``tests/monitoring/test_alarms.py``).
+Each rule uses only curves of the run, is stated in ``docs/rewards.md``, and its false alarm rate
+was measured on simulated runs (``tests/monitoring/test_alarms.py``).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mmrl.config.sections import AlarmOptions
 
-if TYPE_CHECKING:  # it imports torch, and this module is read for its options
+if TYPE_CHECKING:  # it imports torch, and this module is imported for its options
     from mmrl.core.types import Reward, Rollout
     from mmrl.rollout.collect import Sampled
 
-SCALES = (1, 4, 16)  # windows that trends are looked for in, in units of ``window``
+SCALES = (1, 4, 16)  # windows of the trend tests, in units of ``window``
 STUCK = "nothing_to_learn"  # kind of the alarm of a run that cannot learn
-IN_A_ROW = "alarms/nothing_to_learn"  # metric: iterations in a row without anything to learn from
-LOOKED_AT = 8  # answers of an iteration and process of which is asked whether they can be read
-SHORT = 10  # iterations whose median stands for a moment of the run
-NEAR = 0.1  # share of a reward's range: what is nearer to its best is near its bound
+IN_A_ROW = "alarms/nothing_to_learn"  # metric: iterations in a row without a learning signal
+LOOKED_AT = 8  # answers per iteration and process that are checked for readability
+SHORT = 10  # iterations per median at a point of the run
+NEAR = 0.1  # share of a reward's range: within it of the maximum counts as near the bound
 
 
 class Drift(NamedTuple):
-    """Names what pictures lose and what they have too much of where a curve ``samples/NAME`` leaves
+    """Describes what pictures lose or have too much of when a curve ``samples/NAME`` drifts from
     its first values; empty: no alarm on that side."""
 
     falls: str
@@ -64,7 +64,7 @@ DRIFTS = {
 
 
 class Alarm(NamedTuple):
-    """Describes an alarm: ``kind`` says what it is about, ``numbers`` are the evidence."""
+    """Holds an alarm: ``kind`` is its topic, ``numbers`` are the evidence."""
 
     kind: str
     message: str
@@ -74,16 +74,16 @@ class Alarm(NamedTuple):
 @dataclass
 class Alarms:
     """Judges the metrics of every iteration. ``monitors``: names of the rewards that are only
-    measured. ``rewards``: those that are optimised. ``alone``: only these move the weights, no
-    answers of others, so that equal rewards in all groups teach nothing."""
+    measured. ``rewards``: those that are optimised. ``alone``: only these drive the update, no
+    demonstrations, so that equal rewards in all groups give no gradient."""
 
     options: AlarmOptions
     monitors: Sequence[str] = ()
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     alone: bool = False
-    stuck: int = 0  # iterations in a row with nothing to learn from, up to now
+    stuck: int = 0  # iterations in a row without a learning signal so far
     ended: str = ""  # why the run should end, if it should
-    # of the present iteration: no advantage differs from 0; rewards that could read no answer
+    # current iteration: no advantage differs from 0; rewards that could read no answer
     flat: bool = False
     unread: Mapping[str, str] = field(default_factory=dict)
     news: list[Alarm] = field(default_factory=list)  # alarms that are not yet written
@@ -92,7 +92,7 @@ class Alarms:
     last_alarm: dict[str, int] = field(default_factory=dict)  # kind -> iteration of the last alarm
 
     def recall(self, lines: Sequence[Mapping[str, object]], alarms: Mapping[str, int] = {}) -> None:
-        """Take up the metrics logged before a resume; no alarm is raised about them again.
+        """Restore the metrics logged before a resume, without raising alarms again.
 
         ``alarms``: kind -> iteration of the last one, which does not come again before its time."""
         for line in lines:
@@ -110,8 +110,8 @@ class Alarms:
         return {}
 
     def after_update(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Judge whether there was anything to learn from, once the gradient is known too; adds for
-        how many iterations there has been nothing, which a resume reads."""
+        """Check for a learning signal once the gradient is known; adds the number of iterations
+        without one to the metrics, for a resume."""
         if not self.options.enabled:
             return
         why, learns = self._nothing(metrics)
@@ -132,8 +132,8 @@ class Alarms:
             self.ended = f"alarms.stop: nothing to learn from in {self.stuck} iterations: {why}"
 
     def _nothing(self, metrics: Mapping[str, float]) -> tuple[str, bool]:
-        """Say why an iteration taught nothing, empty: it did; and whether it taught something all
-        the same, by a reward that reads no answers."""
+        """Say why an iteration had no learning signal, empty: it had one; and whether it had one
+        only by a reward that reads no answers."""
         samples = metrics.get("samples/total", 0)
         groups = metrics.get("groups/total", 0)
         if groups and metrics.get("partial/untrained") == groups:
@@ -157,8 +157,8 @@ class Alarms:
         return " and ".join(facts) if stuck or self.unread else "", not stuck
 
     def judge(self, iteration: int, metrics: Mapping[str, object]) -> list[Alarm]:
-        """Return the new alarms after this iteration; one about the same thing comes at most once
-        in ``window`` iterations."""
+        """Return the new alarms after this iteration; one on the same topic at most once in
+        ``window`` iterations."""
         if not self.options.enabled:
             return []
         self._note(metrics)
@@ -217,8 +217,8 @@ class Alarms:
             )
 
     def _near_bound(self) -> bool:
-        """Tell whether all rewards are near the most that they give: samples that are all right may
-        be alike for that reason alone."""
+        """Tell whether all rewards are near their maximum: samples that are all right may be
+        similar for that reason."""
         from rewards.card import card_of
 
         near = []
@@ -252,7 +252,7 @@ class Alarms:
             )
 
     def _drifted(self) -> Iterator[Alarm]:
-        """Find curves of the looks of pictures that have left their first values."""
+        """Find appearance curves that have drifted from their first values."""
         for name, drift in DRIFTS.items():
             first, now = ends(self.columns.get(f"samples/{name}", []))
             bound = getattr(self.options, name)
@@ -264,7 +264,7 @@ class Alarms:
                 yield Alarm(
                     name,
                     f"{what} from {first:{drift.shown}} to {now:{drift.shown}}. A reward may like "
-                    "that: look at the samples (train.sample_every), watch a reward of another "
+                    "that: inspect the samples (train.sample_every), watch a reward of another "
                     "kind (monitor: true), raise objective.kl, lower the learning rate",
                     {"first": first, "now": now},
                 )
@@ -294,8 +294,8 @@ def differs(rollout: Rollout) -> bool:
 
 
 def unread(sampled: Sampled, rewards: Mapping[str, Reward]) -> dict[str, str]:
-    """Find the rewards that could read no answer of an iteration: name -> one of the answers, as
-    this process has it. A few answers of every process are looked at; a collective call."""
+    """Find the rewards that could read no answer of an iteration: name -> one of this process's
+    answers. A few answers of every process are checked; a collective call."""
     from mmrl.core import distributed
 
     asked_rewards = {n: r for n, r in rewards.items() if hasattr(r, "status")}
@@ -316,7 +316,7 @@ def unread(sampled: Sampled, rewards: Mapping[str, Reward]) -> dict[str, str]:
 def likely_cause(
     metrics: Mapping[str, float], unread_by: Mapping[str, str], rewards: Mapping[str, Reward]
 ) -> str:
-    """Say what may have caused that there is nothing to learn from, and what to do."""
+    """Suggest a cause of a missing learning signal, and a remedy."""
     names = ", ".join(rewards) or "the reward"
     if metrics.get("lr") == 0:
         return "Likely cause: optimizer.lr or train.lr_schedule"
@@ -339,9 +339,9 @@ def likely_cause(
         )
     if metrics.get("reward/std") == 0:
         return (
-            f"Likely cause: {names} does not look at the samples, or the task is too hard (or too "
-            f"easy) for this model: mmrl check-reward shows what right and wrong samples score; "
-            f"take easier prompts, a graded reward, a larger train.group_size or a stage of "
+            f"Likely cause: {names} does not depend on the samples, or the task is too hard (or "
+            f"too easy) for this model: mmrl check-reward shows what right and wrong samples "
+            f"score; take easier prompts, a graded reward, a larger train.group_size or a stage of "
             f"supervised fine-tuning before"
         )
     if metrics.get("groups/flat") == metrics.get("groups/total"):
@@ -350,7 +350,7 @@ def likely_cause(
             f"too much alike: raise train.group_size, policy.noise_level or temperature"
         )
     return (
-        "The rewards differ, so look at what is trained: the policy's options lora and train, a "
+        "The rewards differ, so check what is trained: the policy's options lora and train, a "
         "clip_range or weight of 0 in the objective, and which answers are masked"
     )
 
@@ -387,8 +387,8 @@ def exploited(
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the medians of the first and of the last iterations; NaN, which raises no alarm, while
-    there are too few."""
+    """Return the medians of the first and the last iterations; NaN, which raises no alarm, if there
+    are too few."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2 * SHORT:
         return math.nan, math.nan
@@ -399,9 +399,8 @@ def trend(values: Sequence[float]) -> float:
     """Compute Mann-Kendall's test (Mann 1945): how many standard errors the number of rises exceeds
     that of falls.
 
-    The variance counts ties, and is multiplied by (1 + r) / (1 - r) for neighbours that are
-    correlated by r > 0 around the straight line through the values: such a series has fewer
-    independent ones than it has values.
+    The variance counts ties, and is multiplied by (1 + r) / (1 - r) for autocorrelation r > 0
+    around the linear trend, which reduces the number of independent values.
     """
     import torch
 

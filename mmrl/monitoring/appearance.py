@@ -1,7 +1,8 @@
-"""Measures how pictures look, whatever the reward says: dark pixels, colour, edges, colours in use.
+"""Measures the appearance of pictures, independent of the reward: dark pixels, colour, edges,
+entropy.
 
 Reinforcement learning of image models was reported to drift to dark, edgeless, one-coloured
-pictures while the reward rises; these four numbers see it, at the cost of a few sums a picture.
+pictures while the reward rises; these four numbers detect it cheaply.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ NAMES = ("samples/dark", "samples/colour", "samples/edges", "samples/colour_entr
 
 @torch.no_grad()
 def appearance(media: Media, device: torch.device) -> dict[str, float]:
-    """Measure the means over all pictures of all processes, each of which must call it; {} where
-    there are none.
+    """Measure the means over all pictures of all processes, each of which must call it; {} if there
+    are none.
 
     ``samples/dark``: share of pixels whose grey value is below 0.2. ``samples/colour``: mean
     difference of a pixel's largest and smallest colour value, 0 is grey. ``samples/edges``: mean
@@ -38,7 +39,7 @@ def appearance(media: Media, device: torch.device) -> dict[str, float]:
     Args:
         media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of which some frames are
             measured; anything else counts as no pictures.
-        device: where processes exchange numbers.
+        device: for communication between processes.
     """
     sums = torch.zeros(len(NAMES) + 1, dtype=torch.float64)
     if isinstance(media, Tensor) and media.ndim in (4, 5) and media.shape[-3] == 3 and len(media):

@@ -1,4 +1,4 @@
-"""Measures texts besides their reward: how long they are and which were cut off at the limit."""
+"""Measures texts: their length, and which were truncated at the limit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mmrl.core.types import Completion, Media, Rewards, Rollout
 
 
 def finished(media: Media, rollout: Rollout) -> Tensor:
-    """Tell of every row whether its answer ended by itself, [B, 1] bool: False where it was cut off
-    at the limit; True for media that have no end token."""
+    """Tell whether each row's answer ended by itself, [B, 1] bool: False if it was truncated at the
+    limit; True for media that have no end token."""
     ended = (
         [not isinstance(answer, Completion) or answer.finished for answer in media]
         if isinstance(media, list)
@@ -38,7 +38,7 @@ def written(media: Sequence[str], rollout: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def lengths(media: Media, rollout: Rollout) -> dict[str, float]:
-    """Measure the mean, smallest and largest number of tokens, and the share cut off, over all
+    """Measure the mean, smallest and largest number of tokens, and the share truncated, over all
     processes; {} for other media."""
     if not isinstance(media, list):
         return {}

@@ -1,4 +1,4 @@
-"""Measures an iteration's samples, whatever the reward says: diversity in groups, saturation,
+"""Measures an iteration's samples, independent of the reward: diversity in groups, saturation,
 contrast."""
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from mmrl.core.types import Media
 
 SIDE = 32  # pixels a side at which pictures are compared
 FRAMES = 4  # of a video
-ROWS = 64  # pictures looked at at once
+ROWS = 64  # pictures per batch
 LETTERS = 500  # of a text
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
-EDGE = 0.5 / 255  # what is nearer to 0 or 1 than this is 0 or 255 as a file
+EDGE = 0.5 / 255  # values nearer than this to 0 or 1 are 0 or 255 in a file
 NAMES = ("samples/diversity", "samples/clipped", "samples/contrast")
 
 
 @torch.no_grad()
 def portrait(media: Media, group: Tensor) -> dict[str, float]:
     """Measure diversity, saturation and contrast over all processes, each of which must call it;
-    NaN where there is nothing to measure.
+    NaN if there is nothing to measure.
 
     ``samples/diversity``: mean distance of two samples of one prompt: for pictures the root mean
     square difference of pixels (0..1, at 32 x 32), for texts the share of letters to delete and
@@ -53,8 +53,7 @@ def portrait(media: Media, group: Tensor) -> dict[str, float]:
 @torch.no_grad()
 def diversity_of_prompts(media: Media, copies: int) -> Tensor:
     """Measure the mean distance of two samples of every prompt, as ``portrait`` does over all: [P]
-    float64 on the CPU, NaN where there is nothing to compare. ``copies`` neighbours answer one
-    prompt."""
+    float64 on the CPU, NaN with fewer than two. ``copies`` neighbours answer one prompt."""
     count = len(media) // copies
     sums = torch.zeros(count, 2, dtype=torch.float64)
     group = torch.zeros(copies, dtype=torch.long)

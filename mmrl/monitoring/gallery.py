@@ -1,5 +1,4 @@
-"""Keeps a few rollouts of a policy that writes text, as the report shows them: picture, answers,
-boxes, rewards."""
+"""Records a few rollouts of a text policy for the report: picture, answers, boxes, rewards."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Gallery:
         self.path = folder / FILE
         self.rewards = rewards
         self.every = every
-        self.show = show  # hears of the lines, for the trackers
+        self.show = show  # called with the lines, for the trackers
 
     def see(self, sampled: Sampled) -> dict[str, float]:
         """Record an iteration, as a monitor; only texts are recorded."""
@@ -116,8 +115,8 @@ def shown(prompt: Prompt) -> dict[str, Any]:
 
 
 def said_boxes(text: str, prompt: Prompt) -> list[list[float]]:
-    """Read the boxes a text names, as shares of the picture; empty where there are none, or its
-    size is not known."""
+    """Read the boxes in a text, as shares of the picture; empty if there are none, or its size is
+    unknown."""
     from rewards.answers.coords import Unscorable
     from rewards.answers.shapes import boxes
     from rewards.answers.verifiable import in_truth
@@ -141,8 +140,8 @@ def _right_boxes(prompt: Prompt) -> list[list[float]]:
 
 
 def _shares(rows: list[list[float]], prompt: Prompt) -> list[list[float]]:
-    """Turn boxes in the space of the ground truths into shares of width and height, kept within two
-    pictures of it."""
+    """Convert boxes in the space of the ground truths to shares of width and height, clamped to two
+    pictures around it."""
     from rewards.answers.coords import extent, truth_space
 
     size = extent(prompt, truth_space(prompt))

@@ -1,4 +1,4 @@
-"""Writes the record of a run: metrics, events, pictures, and a line or bar for who watches."""
+"""Writes the record of a run: metrics, events, pictures, and progress on the terminal."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 ROLLOUTS = "rollouts.jsonl"
-# the kind of the event that iterations or budget are spent
+# kind of the event at the end of iterations or budget
 FINISHED = "finished"
 DEFAULTS = LogOptions()
-MOST_CLIPS = 4  # of a sheet of videos that are files of their own
-# kinds of events that come again when iterations are done again
+MOST_CLIPS = 4  # videos of a sheet that are also written as files
+# kinds of events that recur when iterations are repeated
 REPEATED = ("alarm", "checkpoint", "excluded", "note")
 
 
 class RunLog:
-    """Writes the run folder's record. Only ``active`` (the main process) writes; everyone may call.
+    """Writes the run folder's record. Only ``active`` (the main process) writes; all processes may
+    call.
 
-    folder: the run folder, created if missing. resume: go on in a folder that holds a run; without
-    it such a folder is refused with UserError. start: first iteration that will be logged; lines at
-    or after it are cut, so that no iteration appears twice. config: shown in W&B.
+    folder: the run folder, created if missing. resume: continue in a folder that holds a run;
+    without it such a folder is refused with UserError. start: first iteration that will be logged;
+    later lines are removed, so that no iteration appears twice. config: shown in W&B.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class RunLog:
         self.mirrors: list[Mirror] = []
         self.iteration = start or 0
         self.past: list[dict[str, Any]] = []  # metrics of the iterations before a resume
-        # what alarms were about -> iteration of the last, before a resume
+        # topic of alarms -> iteration of the last, before a resume
         self.past_alarms: dict[str, int] = {}
         if not active:
             return
@@ -74,7 +75,7 @@ class RunLog:
         if resume:
             self.past = self._cut(METRICS, start)
             self._cut(EVENTS, start, REPEATED)
-            self._cut(EVENTS, 0, (FINISHED,))  # it is not, until it says so again
+            self._cut(EVENTS, 0, (FINISHED,))  # not finished, until it is logged again
             self._cut(ROLLOUTS, start)
             self._recall_alarms(start)
         self._start_trackers(config or {}, purge=start if resume else None)
@@ -98,9 +99,9 @@ class RunLog:
     def event(
         self, kind: str, message: str, numbers: Mapping[str, float] = {}, about: str = ""
     ) -> None:
-        """Append to events.jsonl what happens once: an excluded sample, a checkpoint, an alarm.
+        """Append a one-time event to events.jsonl: an excluded sample, a checkpoint, an alarm.
 
-        ``about``: by which another event about the same thing is known."""
+        ``about``: a key that identifies events on the same topic."""
         if not self.active:
             return
         now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -115,7 +116,7 @@ class RunLog:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def sync(self) -> None:
-        """Wait until all lines written so far are on the disk, which a checkpoint builds on."""
+        """Flush all lines written so far to disk, before a checkpoint."""
         if self.active:
             for name in (METRICS, EVENTS, ROLLOUTS):
                 if (self.folder / name).exists():
@@ -132,7 +133,9 @@ class RunLog:
         """Write images [N, 3, H, W] in 0..1 as samples/<name>.png, and their layout to
         samples/captions.json. Videos [N, F, 3, H, W], of ``fps`` frames a second, are small in
         samples/<name>.mp4; the first few are written whole into samples/<name> too."""
-        from mmrl.monitoring.report import pictures  # Pillow and numpy: not for reading options
+        from mmrl.monitoring.report import (
+            pictures,
+        )  # imports Pillow and numpy: not needed for options
 
         if not self.active:
             return
@@ -151,7 +154,7 @@ class RunLog:
         replace_file(self.folder / "samples" / "captions.json", text.encode())
         moment = re.fullmatch(r"iter-0*(\d+)", name)
         iteration = int(moment[1]) if moment else self.iteration
-        # one slider over time instead of a tag an iteration
+        # one slider over time instead of one tag per iteration
         tag = "samples" if moment else name
         still = pictures.still(picture)
         cut = pictures.tiles(still, layout)
@@ -180,7 +183,7 @@ class RunLog:
                 mirror.table(iteration, "tables/answers", table)
 
     def _start_trackers(self, config: Mapping[str, Any], purge: int | None) -> None:
-        """Start the trackers that the options name, beside the training."""
+        """Start the trackers named in the options, in threads."""
         options = self.options
         for name in options.trackers():
             kwargs = options.init_kwargs.get(name, {})
@@ -188,14 +191,14 @@ class RunLog:
             self.mirrors.append(start_tracker(name, place, self._tracker_failed))
 
     def _tracker_failed(self, message: str) -> None:
-        """Record what went wrong with a tracker; called from its thread."""
+        """Record a tracker's failure; called from its thread."""
         with suppress(OSError):
             self.event("warning", message)
         warn(message)
 
     @contextmanager
     def progress(self, total: int, start: int = 0, title: str = "training") -> Iterator[Progress]:
-        """Show a bar with reward and time left on a terminal, a plain line now and then
+        """Show a bar with reward and remaining time on a terminal, occasional plain lines
         elsewhere."""
         bar = progress_for(title, self.active)
         bar.begin(total, start)
@@ -210,7 +213,7 @@ class RunLog:
             mirror.close()
         self.mirrors = []
         if self.active:
-            with suppress(OSError):  # of a full disk, which whoever wrote the line has reported
+            with suppress(OSError):  # a full disk, already reported by the failed write
                 self._metrics.close()
 
     def __enter__(self) -> RunLog:
@@ -222,8 +225,9 @@ class RunLog:
     def _cut(
         self, name: str, start: int | None, kinds: Sequence[str] | None = None
     ) -> list[dict[str, Any]]:
-        """Keep the whole lines of a file from before ``start``, all others are written again; warn
-        of a line that a crash has torn. ``kinds``: only these are cut. Returns the kept lines."""
+        """Keep the complete lines of a file before ``start``, since the others will be rewritten;
+        warn of a line torn by a crash. ``kinds``: only these are removed. Returns the kept lines.
+        """
         path = self.folder / name
         if not path.exists():
             return []
@@ -247,8 +251,7 @@ class RunLog:
         return past
 
     def _recall_alarms(self, start: int | None) -> None:
-        """Read the alarms of the iterations before ``start``; those after it are of iterations that
-        come again."""
+        """Read the alarms of the iterations before ``start``; later iterations are repeated."""
         path = self.folder / EVENTS
         if not path.exists():
             return
@@ -287,7 +290,7 @@ def read_captions(folder: Path) -> dict[str, Any]:
 
 
 def answers_table(groups: Sequence[Mapping[str, Any]]) -> Table:
-    """Lay lines of rollouts.jsonl out as a table: a row for every answer."""
+    """Convert lines of rollouts.jsonl to a table: a row for every answer."""
     rewards = list(
         {
             name: None

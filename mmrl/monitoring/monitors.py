@@ -1,7 +1,7 @@
 """Registers the monitors, functions that turn an iteration's samples into metrics.
 
-A monitor is called with what an iteration sampled, before it is trained on, on all processes alike.
-The trainer calls the registered ones in order, then those that the run has added (gallery, alarms).
+A monitor is called with an iteration's samples, before training on them, on all processes. The
+trainer calls the registered ones in order, then those of the run (gallery, alarms).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def reward_statistics(sampled: Sampled) -> dict[str, float]:
 
 @MONITORS.register("completion_lengths")
 def completion_lengths(sampled: Sampled) -> dict[str, float]:
-    """Measure the tokens of answers, of all and by reward, and the share cut off at the limit."""
+    """Measure the tokens of answers, of all and by reward, and the share truncated at the limit."""
     lengths = completion_stats.lengths(sampled.media, sampled.rollout)
     return lengths | completion_stats.lengths_by_reward(
         sampled.media, sampled.rollout, sampled.rewards

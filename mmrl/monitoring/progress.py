@@ -1,4 +1,5 @@
-"""Shows how far a long job is: a bar on a terminal, a plain line now and then in a file or pipe."""
+"""Shows the progress of a long job: a bar on a terminal, occasional plain lines in a file or
+pipe."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import Any, Protocol
 
 from mmrl.core.output import redraws
 
-NARROW = 64  # columns of a terminal, below which a bar has no room
+NARROW = 64  # minimum columns of a terminal for a bar
 
 
 class Progress(Protocol):
-    """Shows how far a job is; ``RunLog.progress`` yields one."""
+    """Shows the progress of a job; ``RunLog.progress`` yields one."""
 
     def begin(self, total: int, start: int) -> None: ...
     def update(self, iteration: int, reward: float | None = None, note: str = "") -> None:
@@ -25,8 +26,7 @@ class Progress(Protocol):
 
 
 def progress_for(title: str, active: bool = True) -> Progress:
-    """Choose a bar on a terminal, plain lines elsewhere, nothing for any process but the main
-    one."""
+    """Choose a bar on a terminal, plain lines elsewhere, nothing except in the main process."""
     if not active:
         return _Silent()
     if in_notebook():
@@ -86,7 +86,7 @@ def in_notebook() -> bool:
 
 
 class _Cell:
-    """Draws a bar of plain text into a notebook's cell, and draws it anew as it grows."""
+    """Draws a plain-text bar in a notebook's cell, and redraws it as it grows."""
 
     def __init__(self, title: str):
         self.title = title
@@ -156,7 +156,7 @@ class _Lines:
 
 
 def _fitting(parts: list[str]) -> str:
-    """Join the parts of a line, without the last ones that a narrow terminal has no room for."""
+    """Join the parts of a line, dropping the last ones on a narrow terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
     while len(line := "  ".join(parts)) > width and len(parts) > 1:
         parts = parts[:-1]

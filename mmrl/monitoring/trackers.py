@@ -1,9 +1,9 @@
 """Sends a run's numbers, pictures and tables to experiment trackers: TensorBoard, W&B, trackio,
 MLflow, SwanLab.
 
-All of them stand behind ``Mirror``. Those that accelerate has a tracker for are accelerate's; what
-it lacks (pictures of trackio and MLflow, tables of most) is added here. A tracker works in a thread
-of its own, so that a slow or a broken one neither holds up the training nor ends it.
+All share the interface ``Mirror``. accelerate's trackers are used if available; what they lack
+(pictures of trackio and MLflow, tables of most) is added here. Each tracker runs in its own thread,
+so that a slow or broken one neither delays nor ends the training.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 Cell = Any  # of a table: a text, a number, None, or a PIL picture
-IDS = "trackers.json"  # in the run folder: by which a resume goes on with the same pages
-WAITING = 256  # calls that wait for a slow tracker; further ones are left out
-START = 20.0  # seconds after which one that has not started is reported
+IDS = "trackers.json"  # file with the ids, so that a resume continues the same pages
+WAITING = 256  # queued calls of a slow tracker; further ones are dropped
+START = 20.0  # seconds after which a tracker that has not started is reported
 PATIENCE = 60.0  # seconds that the end of a run waits for a tracker
-REMEMBERING = threading.Lock()  # of the file IDS, as trackers start beside each other
-MOST_FAILURES = 5  # in a row, after which a tracker is switched off
+REMEMBERING = threading.Lock()  # lock of the file IDS, since trackers start in parallel
+MOST_FAILURES = 5  # failures in a row after which a tracker is switched off
 LOGIN = {
     "wandb": "log in (wandb login), or write to the disk only (WANDB_MODE=offline)",
     "swanlab": "log in (swanlab login), or write to the disk only (SWANLAB_MODE=offline)",
     "mlflow": "name a server that runs, or a file, in MLFLOW_TRACKING_URI (sqlite:///mlflow.db)",
     "trackio": "without space_id in log.init_kwargs.trackio it writes to this disk only",
-    "tensorboard": "look at the disk of the run folder",
+    "tensorboard": "check the disk of the run folder",
 }
 
 
@@ -64,10 +64,10 @@ class Mirror(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Says what a tracker is started for: the run folder, the project, the configuration.
+    """Holds a tracker's start arguments: the run folder, the project, the configuration.
 
-    ``init_kwargs``: further arguments of the tracker's own ``init``. ``purge``: of a resume, the
-    iteration from which on earlier points are taken back, where a tracker can do that.
+    ``init_kwargs``: further arguments of the tracker's ``init``. ``purge``: for a resume, the
+    iteration from which earlier points are removed, if a tracker can do that.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ class Place:
     purge: int | None = None
 
     def known_id(self, name: str) -> str | None:
-        """Read the id under which the tracker knows this run, from before a resume."""
+        """Read the tracker's id of this run, from before a resume."""
         try:
             known = json.loads((self.folder / IDS).read_text(encoding="utf-8"))
             return str(known[name]) if name in known else None
@@ -95,7 +95,7 @@ class Place:
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raise UserError where a tracker's package is missing, before a run makes its folder."""
+    """Raise UserError if a tracker's package is missing, before a run creates its folder."""
     for name in names:
         if find_spec(name) is None:
             raise UserError(
@@ -105,18 +105,18 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def start_tracker(name: str, place: Place, report: Callable[[str], None]) -> Mirror:
-    """Start a tracker in a thread of its own, beside the training. ``report`` hears, in a sentence,
-    what fails: a package, a login, a server that does not answer."""
+    """Start a tracker in its own thread. ``report`` is called with a sentence on failure: a
+    package, a login, a server that does not answer."""
     return Lane(name, lambda: TRACKERS[name](place), report)
 
 
 class Lane:
-    """Runs a mirror in a thread of its own: calls return at once and never raise, also while it
-    still starts.
+    """Runs a mirror in its own thread: calls return at once and never raise, even before it has
+    started.
 
-    What fails is reported once for every kind of error; after five failures in a row the tracker
-    is left alone. Several trackers (MLflow, trackio) know "the current run" by thread, so that it
-    is started, fed and closed in the same one.
+    Each kind of error is reported once; after five failures in a row the tracker is switched off.
+    Some trackers (MLflow, trackio) keep "the current run" per thread, so it is started, fed and
+    closed in the same one.
     """
 
     def __init__(self, name: str, build: Callable[[], Mirror], report: Callable[[str], None]):
@@ -146,8 +146,8 @@ class Lane:
         self._put("table", iteration, name, table)
 
     def close(self) -> None:
-        """Wait for the start, 20 s from its begin at most, and for the calls that were made, a
-        minute at most, then let the tracker go."""
+        """Wait for the start, at most 20 s, and for queued calls, at most a minute, then abandon
+        the tracker."""
         self.started.wait(max(0.0, self.latest - time.monotonic()))
         self.watch.cancel()
         if not self.started.is_set():
@@ -171,7 +171,7 @@ class Lane:
     def _work(self, build: Callable[[], Mirror]) -> None:
         try:
             mirror = build()
-        except BaseException as error:  # also SystemExit, as some libraries leave
+        except BaseException as error:  # also SystemExit, which some libraries raise
             self._say(f"did not start ({_cause(error)}); {LOGIN[self.name]}")
             self.is_on = False
             return
@@ -210,7 +210,7 @@ class Lane:
 
 
 def _cause(error: BaseException) -> str:
-    """Return what kept a tracker from starting, in a line."""
+    """Return in a line why a tracker did not start."""
     if isinstance(error, ModuleNotFoundError):
         return f"it needs {error.name}, which is not installed"
     return " ".join(str(error).split())[:300] or type(error).__name__
@@ -219,7 +219,7 @@ def _cause(error: BaseException) -> str:
 class TensorBoard:
     """Writes event files into ``tb/`` of the run folder; read back by ``tensorboard --logdir``.
 
-    It is torch's own writer: accelerate's cannot take back the points after a resume.
+    It uses torch's writer: accelerate's cannot remove points after a resume.
     """
 
     def __init__(self, place: Place):
@@ -326,7 +326,7 @@ class MLflow(Accelerated):
     """
 
     def __init__(self, place: Place):
-        # by default it tries for minutes, in which the start of a run would hang
+        # by default it retries for minutes, which would block the start
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         import mlflow
@@ -407,7 +407,7 @@ def shown(rows: Sequence[Sequence[Cell]], image: Callable[[Any], Any]) -> list[l
 
 
 def caption(columns: Sequence[str], row: Sequence[Cell]) -> str:
-    """Join the cells of a row that are no pictures to one text."""
+    """Join the cells of a row, except pictures, to one text."""
     cells = zip(columns, row)
     return "; ".join(f"{n}: {_text(c)}" for n, c in cells if c is not None and not is_picture(c))
 
@@ -432,7 +432,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def warn(message: str) -> None:
-    """Tell whoever watches the terminal."""
+    """Print a warning on the terminal."""
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
@@ -448,20 +448,20 @@ def _markdown_cell(cell: Cell) -> str:
     if is_picture(cell):
         return f"![]({data_uri(cell)})"
     text = _text(cell)
-    for sign in "\\`*_{}[]<>|#":  # texts of models are shown as they are
+    for sign in "\\`*_{}[]<>|#":  # texts of models are shown verbatim
         text = text.replace(sign, f"\\{sign}" if sign not in "<>" else f"&#{ord(sign)};")
     return " ".join(text.split())
 
 
 def _old_id(folder: Path) -> str | None:
-    """Read the id of a run of W&B that an earlier version of mmrl began."""
+    """Read the W&B id of a run begun with an earlier version of mmrl."""
     with suppress(OSError):
         return (folder / "wandb-id.txt").read_text().strip() or None
     return None
 
 
 def decoded_picture(uri: str | None) -> Image.Image | None:
-    """Open a picture that ``data_uri`` has encoded; None where there is none."""
+    """Open a picture that ``data_uri`` has encoded; None if there is none."""
     import base64
 
     from PIL import Image

@@ -1,8 +1,8 @@
 """Compares boxes with boxes: IoU, GIoU, assignment, precision, recall and average precision, in
 float64.
 
-A box is x0, y0, x1, y1; N predicted, M right ones. An inverted or empty box has area 0 and IoU 0
-with everything.
+A box is x0, y0, x1, y1; N are predicted, M are ground truths. An inverted or empty box has area 0
+and IoU 0 with everything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def overlap(a: ndarray, b: ndarray) -> tuple[ndarray, ndarray]:
     low = np.maximum(a[:, None, :2], b[None, :, :2])
     high = np.minimum(a[:, None, 2:], b[None, :, 2:])
     inner = np.clip(high - low, 0, None).prod(-1)
-    # an inverted box meets nothing
+    # an inverted box overlaps nothing
     inner = inner * ((areas(a) > 0)[:, None] & (areas(b) > 0)[None])
     return inner, areas(a)[:, None] + areas(b)[None] - inner
 
@@ -57,8 +57,8 @@ def bounded_giou(a: ndarray, b: ndarray) -> ndarray:
 
 
 def inclusive_iou(a: ndarray, b: ndarray) -> ndarray:
-    """Compute IoU as published with VLM-R1: the intersection in whole pixels with both ends, the
-    union from areas without.
+    """Compute IoU as in VLM-R1's code: the intersection counts both border pixels, the areas in the
+    union do not.
 
     It is wrong for boxes one pixel wide and for relative coordinates (0 for equal boxes) and kept
     for comparison only.
@@ -84,8 +84,7 @@ def assign(scores: ndarray) -> list[tuple[int, int]]:
 
 
 def take_in_order(scores: ndarray, order: list[int], above: float) -> list[tuple[int, int]]:
-    """Give the rows in ``order`` each the best column that is left, if its score is more than
-    ``above``."""
+    """Assign each row, in ``order``, the best free column, if its score is more than ``above``."""
     free = list(range(scores.shape[1]))
     pairs = []
     for i in order:
@@ -97,8 +96,7 @@ def take_in_order(scores: ndarray, order: list[int], above: float) -> list[tuple
 
 
 def take_largest(scores: ndarray, least: float) -> list[tuple[int, int]]:
-    """Pair greedily: the largest score of all, then the largest of what is left, down to
-    ``least``."""
+    """Pair greedily: the largest score first, then the largest of the rest, down to ``least``."""
     left = scores.astype(float).copy()
     pairs = []
     while left.size and left.max() >= least:
@@ -118,16 +116,16 @@ def average_precision(scores: ndarray, confidence: ndarray, threshold: float) ->
     """Compute COCO's AP of one class in one image at one IoU threshold: interpolated precision at
     101 recalls.
 
-    Predictions go by falling confidence (stable); each takes the best right box that is left with
-    IoU >= threshold.
+    Predictions are taken by falling confidence (stable); each is matched to the best free ground
+    truth with IoU >= threshold.
     """
     count = scores.shape[1]
-    order = np.argsort(-confidence, kind="mergesort")[:100]  # COCO looks at 100 detections
+    order = np.argsort(-confidence, kind="mergesort")[:100]  # COCO counts 100 detections
     taken = np.zeros(count, dtype=bool)
     right = np.zeros(len(order), dtype=bool)
     for place, i in enumerate(order):
         free = np.where(taken, -1.0, scores[i])
-        best = len(free) - 1 - int(free[::-1].argmax())  # of equals the last, as in COCO
+        best = len(free) - 1 - int(free[::-1].argmax())  # the last of equals, as in COCO
         if free[best] >= min(threshold, 1 - 1e-10):
             taken[best] = right[place] = True
     if not right.any():

@@ -1,10 +1,9 @@
-"""Converts between the coordinates in which a model answers and those in which a dataset is
-written.
+"""Converts between the coordinates of a model's answers and those of a dataset.
 
 Four spaces: ``original`` pixels of the image file, ``resized`` pixels of what the model saw,
-``rel1000`` (0 to 1000) and ``rel1`` (0 to 1). The policy says in ``prompt["view"]`` in which of
-them it answers, and the sizes of every image; the dataset says in ``prompt["space"]`` in which its
-ground truths are (default ``original``). Without a view, answers are taken in the space of the
+``rel1000`` (0 to 1000) and ``rel1`` (0 to 1). ``prompt["view"]``, set by the policy, names the
+space of its answers and the sizes of every image; ``prompt["space"]``, from the dataset, that of
+the ground truths (default ``original``). Without a view, answers are taken in the space of the
 ground truths.
 """
 
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 CoordSpace = Literal["original", "resized", "rel1000", "rel1"]
-# the last two: of a notation
+# the last two belong to notations
 RELATIVE = {"rel1000": 1000.0, "rel1": 1.0, "rel1024": 1024.0, "rel100": 100.0}
 Extent = tuple[float, float]  # width and height
 
@@ -46,8 +45,8 @@ def _known(space: Any, field: str) -> str:
 
 
 def extent(prompt: Mapping[str, Any], space: str) -> Extent | None:
-    """Return width and height of the image in a space; None where they are unknown.
-    ``prompt["image_index"]`` (default 0) says which image the coordinates belong to."""
+    """Return width and height of the image in a space; None if unknown. ``prompt["image_index"]``
+    (default 0) says which image the coordinates belong to."""
     if space in RELATIVE:
         return RELATIVE[space], RELATIVE[space]
     index = prompt.get("image_index", 0)
@@ -89,7 +88,7 @@ def _own_size(prompt: Mapping[str, Any], index: int) -> Extent | None:
 
 
 def scale(prompt: Mapping[str, Any], source: str, target: str) -> Extent:
-    """Return factors of x and y that lead from one space to another.
+    """Return the factors of x and y from one space to another.
 
     Raises:
         Unscorable: the spaces differ and the size of the image is not known.

@@ -25,19 +25,19 @@ Threshold = Annotated[float, Gt(0), Le(1)]
 
 @dataclass(frozen=True)
 class Scene:
-    """Holds N predicted and M right boxes. ``iou`` [N, M] is 0 between different labels, ``bare``
-    [N, M] is not."""
+    """Holds N predicted and M ground-truth boxes. ``iou`` [N, M] is 0 between different labels,
+    ``bare`` [N, M] is not."""
 
     iou: np.ndarray
     bare: np.ndarray
     confidence: np.ndarray  # [N] in 0..1; 1 where the model gave none
-    predicted: list[str]  # N labels, normalised; "" where the dataset has none
+    predicted: list[str]  # N labels, normalised; "" if the dataset has none
     right: list[str]  # M labels
     status: Status = "ok"
 
 
 def true_labels(prompt: Prompt, count: int) -> list[str] | None:
-    """Return the labels of the right boxes as written; None if the dataset has none."""
+    """Return the ground-truth labels as written; None if the dataset has none."""
     value = prompt.get("labels")
     if value is None:
         return None
@@ -48,8 +48,8 @@ def true_labels(prompt: Prompt, count: int) -> list[str] | None:
 
 
 def see(text: str, prompt: Prompt) -> Scene | None:
-    """Read the scene of an answer; None if it is unparseable. A prediction without a label fits no
-    labelled box."""
+    """Read the scene of an answer; None if it is unparseable. A prediction without a label matches
+    no labelled box."""
     right = true_boxes(prompt)
     parsed = boxes(text)
     labels = true_labels(prompt, len(right))
@@ -98,9 +98,9 @@ def f1(scene: Scene, threshold: float) -> float:
 def mean_ap(scene: Scene, threshold: float) -> float:
     """Average over COCO's ten thresholds the mean AP of the labels, times min(1, M / N).
 
-    Labels are those of the image and those predicted: one that is not there has AP 0 (in COCO it
-    costs nothing). The factor (VLM-R1's odLength) makes spam of low confidence cost, which AP
-    itself hardly sees.
+    Labels are those of the image and those predicted: a label that is not in the image has AP 0 (in
+        COCO it costs nothing). The factor (VLM-R1's odLength) penalises spam of low confidence,
+        which AP itself hardly does.
     """
     return float(np.mean([ap(scene, float(t)) for t in geometry.THRESHOLDS]))
 
@@ -125,7 +125,7 @@ def ap(scene: Scene, threshold: float) -> float:
 
 
 def visual_rft(scene: Scene, threshold: float) -> float:
-    """Score as Visual-RFT does: by falling confidence each takes the best box that is left above
+    """Score as Visual-RFT does: by falling confidence each prediction takes the best free box above
     IoU 0.5; labels are ignored."""
     order = np.argsort(-scene.confidence, kind="mergesort").tolist()
     pairs = geometry.take_in_order(scene.bare, order, threshold)
@@ -133,8 +133,8 @@ def visual_rft(scene: Scene, threshold: float) -> float:
 
 
 def vlm_r1(scene: Scene, threshold: float) -> float:
-    """Compute VLM-R1's weighted sum: 0.7 of the IoU of pairs taken greedily, 0.3 of completeness,
-    paid without labels too."""
+    """Compute VLM-R1's weighted sum: 0.7 of the IoU of greedy pairs, 0.3 of completeness, also
+    without labels."""
     pairs = geometry.take_largest(scene.bare, threshold)
     quality = sum(scene.iou[pair] for pair in pairs) / scene.bare.shape[1]
     missed, false = (1 - len(pairs) / count for count in reversed(scene.bare.shape))
@@ -151,7 +151,7 @@ MEASURES: dict[str, Callable[[Scene, float], float]] = {
     "visual_rft": visual_rft,
     "vlm_r1": vlm_r1,
 }
-DEFAULTS = {"matched": 1e-9}  # IoU at which a pair counts, where 0.5 is not the rule
+DEFAULTS = {"matched": 1e-9}  # IoU at which a pair counts, if not 0.5
 
 
 @REWARDS.register("detection")
@@ -166,15 +166,15 @@ class Detection(Verifiable):
     """Score labelled boxes: matched IoU, F1, mAP and the published forms. Both empty: 1; one empty:
     0.
 
-    ``labels`` of the prompt has one label for each of ``boxes``; without it labels are not looked
-    at. A box of a wrong label earns nothing and counts as a false one.
+    ``labels`` of the prompt has one label for each of ``boxes``; without it labels are ignored. A
+    box with a wrong label earns nothing and counts as a false positive.
 
     Args:
         measure: "matched": sum of IoU over the best one-to-one pairs / max(number predicted, number
-            right); "f1"; "map": COCO's mean AP with labels that are not in the image counted and
-            times min(1, right / predicted); "ap": the same at one threshold; "precision" and
-            "recall": to watch, each can be cheated when trained on; "visual_rft", "vlm_r1": as
-            published (the second pays 0.3 for right places with wrong labels).
+            right); "f1"; "map": COCO's mean AP, also over predicted labels that are not in the
+            image, times min(1, right / predicted); "ap": the same at one threshold; "precision" and
+            "recall": for monitoring, as training on either alone can be gamed; "visual_rft",
+            "vlm_r1": as published (the second pays 0.3 for right places with wrong labels).
         threshold: IoU from which a pair counts; None: 0.5, and any overlap for "matched".
     """
 

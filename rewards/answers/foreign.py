@@ -1,10 +1,9 @@
-"""Runs libraries that a model's answer may hang or kill, as a program of its own.
+"""Runs libraries that a model's answer may hang or crash, in a separate process.
 
-``rewards.answers.sandbox`` starts this file with ``python -P``, so it imports nothing of ours: a
-line of JSON asks, [name of a function, arguments], a line answers, {"value": ...} or
-{"error": ...}. It ends with its input. A call that takes too much of a processor's time is
-interrupted; inside C code, where that is not heard, the kernel ends the process after twice that
-time.
+``rewards.answers.sandbox`` starts this file with ``python -P``, so it imports nothing of mmrl. Each
+request is a line of JSON, [name of a function, arguments], and so is each answer, {"value": ...} or
+{"error": ...}. It exits when its input ends. A call that takes too much CPU time is interrupted; C
+code, which cannot be interrupted, is killed with the process after twice that time.
 """
 
 import base64
@@ -22,7 +21,7 @@ from typing import Any
 
 @lru_cache(maxsize=4096)
 def parsed(text: str) -> tuple[Any, ...]:
-    """Return what math-verify reads in a formula, with and without dollars; empty if nothing."""
+    """Return what math-verify parses from a formula, with and without dollars; empty if nothing."""
     from math_verify import parse
 
     body = text.strip().strip("$")
@@ -31,7 +30,7 @@ def parsed(text: str) -> tuple[Any, ...]:
 
 
 def readable(text: str) -> bool:
-    """Tell whether a formula can be read at all."""
+    """Tell whether a formula can be parsed."""
     return bool(parsed(text))
 
 
@@ -39,7 +38,7 @@ DIGITS = 4000  # of a power or factorial that is computed
 
 
 def explodes(expression: Any) -> bool:
-    """Tell whether a tree that math-verify has read, and not computed, holds a power or factorial
+    """Tell whether a tree that math-verify has parsed, and not computed, holds a power or factorial
     of numbers with more digits than that."""
     import sympy
 
@@ -85,7 +84,7 @@ def png(svg: str, size: int) -> str | None:
 
 
 def repaired(text: str) -> Any:
-    """Return what json_repair makes of a broken JSON value; None if nothing."""
+    """Return a broken JSON value as json_repair reads it; None if it cannot."""
     from json_repair import repair_json
 
     value = repair_json(text, return_objects=True, skip_json_loads=True)
@@ -107,11 +106,11 @@ WARM_UP: dict[str, tuple[Any, ...]] = {
 
 
 def main(warm: str, seconds: float, memory: int) -> None:
-    """Answer questions until the input ends. ``warm``: the function that is tried first;
-    ``seconds`` of processor time a question may take; ``memory``: bytes of address space."""
+    """Answer questions until the input ends. ``warm``: the function to try first; ``seconds``: CPU
+    time allowed per question; ``memory``: bytes of address space."""
     logging.disable(logging.CRITICAL)
     answers = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is not an answer
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with os.fdopen(answers, "w", encoding="ascii") as stream:
@@ -127,7 +126,7 @@ def main(warm: str, seconds: float, memory: int) -> None:
 
 
 class TooLong(BaseException):
-    """Interrupts a call; no library catches it by the way."""
+    """Interrupts a call; no library catches it by accident."""
 
 
 def interrupted(signal_number: int, frame: Any) -> None:
@@ -135,8 +134,8 @@ def interrupted(signal_number: int, frame: Any) -> None:
 
 
 def asked(question: list[Any], seconds: float = 0.0) -> dict[str, Any]:
-    """Call a function, for so many seconds of processor time (0: any); whatever it raises is an
-    error, not the end."""
+    """Call a function, for at most ``seconds`` of CPU time (0: no limit); an exception is reported
+    as an error."""
     name, arguments = question
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)

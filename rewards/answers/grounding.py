@@ -1,5 +1,4 @@
-"""Defines ``grounding`` and ``referring``, which check where boxes are by matched IoU without
-labels."""
+"""Defines ``grounding`` and ``referring``, which compare boxes by matched IoU, without labels."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def write_boxes(
 
 
 def spoiled(prompt: Prompt, labels: Any = None, confidence: float | None = None) -> dict[str, str]:
-    """Make wrong answers of the right boxes: among many others, inverted, one missing, none."""
+    """Derive wrong answers from the right boxes: among many others, inverted, one missing, none."""
     right = true_boxes(prompt)
     if not len(right):
         return {"a box where none is": write_boxes([[0, 0, 1, 1]], prompt, ["thing"], confidence)}
@@ -82,15 +81,15 @@ def spoiled(prompt: Prompt, labels: Any = None, confidence: float | None = None)
     licence="Apache-2.0",
 )
 class Grounding(Verifiable):
-    """Match the boxes of the answer by IoU, labels not looked at: 1 for exactly the right ones.
+    """Match the boxes of the answer by IoU, labels ignored: 1 for exactly the right ones.
 
     Predicted and right boxes are paired one to one so that the sum of IoU is largest (Hungarian
-    algorithm; Visual-RFT pairs greedily); reward = sum / max(number predicted, number right). More
-    boxes than there are never pay: there is always a choice of that many among them which scores as
-    much or more. Both empty: 1; one empty: 0.
+    algorithm; Visual-RFT pairs greedily); reward = sum / max(number predicted, number right). Extra
+    boxes never pay: some subset of the right size always scores as much or more. Both empty: 1; one
+    empty: 0.
 
     Args:
-        overlap: "iou"; "giou": (1 + GIoU) / 2, which still has a slope where boxes do not meet.
+        overlap: "iou"; "giou": (1 + GIoU) / 2, which has a slope even if boxes do not overlap.
         threshold: None: continuous; t: a pair counts 1 from this overlap on and 0 below.
     """
 

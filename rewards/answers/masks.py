@@ -1,4 +1,4 @@
-"""Defines ``segmentation``: IoU of the mask in the answer and the right one."""
+"""Defines ``segmentation``: IoU of the answer's mask and the ground truth."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def true_mask(prompt: Prompt) -> np.ndarray:
 
 
 def _zeros_and_ones(value: list[Any]) -> bool:
-    """Tell whether rows are those of a mask, not the corners of polygons: as long as each other,
-    with nothing but 0 and 1 as whole numbers."""
+    """Tell whether rows form a mask, not the corners of polygons: of equal length, and only
+    integers 0 and 1."""
     rows = [row for row in value if isinstance(row, list)]
     return (
         1 < len(rows) == len(value)
@@ -128,7 +128,7 @@ def _zeros_and_ones(value: list[Any]) -> bool:
 
 
 def _read(picture: Any) -> np.ndarray:
-    """Return where a picture, or the file of one, is not 0."""
+    """Return where a picture, or an image file, is not 0."""
     named = isinstance(picture, str)
     try:
         if named and of_a_request():
@@ -216,8 +216,8 @@ def _fill(rings: list[tuple[float, ...]], size: tuple[float, float]) -> np.ndarr
 def _run_lengths(
     value: dict[str, Any], size: tuple[float, float] | None = None
 ) -> np.ndarray | None:
-    """Decode COCO run lengths, compressed or not, to bool [H, W]; None if they are broken or of
-    another size."""
+    """Decode COCO run lengths, compressed or not, to bool [H, W]; None if broken or of another
+    size."""
     shape = value.get("size")
     counts = value.get("counts")
     if not (
@@ -246,11 +246,10 @@ def _unroll(runs: list[int], shape: Sequence[int]) -> np.ndarray:
 
 
 def _runs(text: Any) -> list[int] | None:
-    """Decode COCO's compressed run lengths: 5 bits a character, from the fourth on differences to
-    the last but one.
+    """Decode COCO's compressed run lengths: 5 bits a character, from the fourth run on, differences
+    to the run two before.
 
-    It is decoded here and not by pycocotools, whose C code trusts its input, which a model has
-    written.
+    Not decoded by pycocotools, whose C code trusts its input: here a model wrote it.
     """
     if not isinstance(text, str):
         return None

@@ -36,8 +36,8 @@ from rewards.answers.writing import true_text
 from rewards.card import card
 
 log = logging.getLogger(__name__)
-LONGEST = 400  # characters of a formula; longer ones are no answer
-SECONDS = 1.0  # of processor time to read an answer and compare it
+LONGEST = 400  # characters of a formula; a longer one is no answer
+SECONDS = 1.0  # of CPU time to parse an answer and compare it
 WORKERS = Sandboxes("equal", SECONDS)  # for all rewards of this process
 NAMED = re.compile(r"\s*[A-Za-z\u0370-\u03ff\\]{1,12}(?:_\{?\w+\}?)?'?\s*(?:\(\s*\w\s*\))?\s*")
 # a quantity of a figure: sin A, the angle ABC, the area of a triangle
@@ -59,7 +59,7 @@ EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)|\\equiv(?![A-Za-z])")
 
 
 class Question(NamedTuple):
-    """Holds what math-verify is asked: whether all ``parts`` of an answer equal the right one."""
+    """Holds a question for math-verify: do all ``parts`` of an answer equal the right one?"""
 
     right: str
     parts: tuple[str, ...]
@@ -79,13 +79,13 @@ class Maths(Verifiable):
     r"""Check that the answer equals the right one as mathematics, by math-verify: LaTeX, sets,
     intervals.
 
-    The final answer (what stands in the last ``\boxed`` if there is one) is compared, not the
+    The final answer (the content of the last ``\boxed`` if there is one) is compared, not the
     reasoning before it. Numbers are compared by value and unit, as by ``answer``: 5 m is not 5 cm,
-    5 % not 5. Every side of an equation must be right, ``x =`` apart. Formulas with other values at
-    points are wrong without math-verify being asked; formulas of more than 400 characters, and
-    powers and factorials that nobody could compute, are no answer. math-verify runs in several
-    processes beside this one; an answer that takes more than 1 s of a processor, or 3 GiB, is none,
-    and the log says how many did. Equal answers are asked once.
+    5 % not 5. Every side of an equation must be right, ``x =`` apart. Formulas whose values differ
+    at sample points are wrong without a call to math-verify; formulas of more than 400 characters,
+    and powers and factorials too large to compute, are no answer. math-verify runs in worker
+    processes; an answer that takes more than 1 s of CPU time, or 3 GiB, counts as no answer, and
+    the log says how many did. Equal answers are checked once.
     """
 
     def __init__(self) -> None:
@@ -96,8 +96,8 @@ class Maths(Verifiable):
         return {"too_slow": float(self.slow)}
 
     def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
-        """Judge a batch: what is decided here at once, then the rest by math-verify, each question
-        once."""
+        """Judge a batch: first what can be decided here, then the rest by math-verify, each
+        question once."""
         self._check(texts, prompts)
         first = [self._first(text, prompt) for text, prompt in zip(texts, prompts)]
         questions = {
@@ -139,8 +139,8 @@ class Maths(Verifiable):
         return Verdict(float(all(answers)), question.status)
 
     def _equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool | Broken | None]:
-        """Ask which answers are right; None where one cannot be read. What took too long is
-        counted, and said at the first, tenth, hundredth ..."""
+        """Ask which answers are right; None if one cannot be parsed. Timeouts are counted, and
+        logged at the first, tenth, hundredth ..."""
         new = [pair for pair in pairs if pair not in EQUAL]
         answers = WORKERS.ask_all([("equal", *pair) for pair in new]) if new else []
         for pair, answer in zip(new, answers):
@@ -170,7 +170,7 @@ READABLE: LRUCache[str, bool] = LRUCache(maxsize=8192)
 
 
 FORMULA = re.compile(r"\\\(([^\n]{1,400}?)\\\)|\$\$?([^$]{1,400})\$\$?|\\\[(.{1,400}?)\\\]", re.S)
-# what stands before the formula that a sentence says its subject is
+# the words before the formula that a sentence states
 STATES = re.compile(
     r"(?:(?<!\w)(?:is|are|be|becomes|equals|gives|yields|get|obtain|have|simplif(?:y|ies) to|"
     r"reduces to|ist|sind|betr\u00e4gt|lautet|erhalten|est|sont|vaut|es|son|\u00e9|s\u00e3o|"
@@ -188,8 +188,7 @@ GIVEN = re.compile(
 
 
 def said(body: str) -> str:
-    """Return the formula that the last sentence says its subject is, or concludes; any other text
-    as it is."""
+    """Return the formula that the last sentence states or concludes; any other text unchanged."""
     body = body[-2 * LONGEST :] if len(body) > 2 * LONGEST else body
     formulas = list(FORMULA.finditer(body))
     if not formulas:
@@ -211,7 +210,7 @@ def said(body: str) -> str:
 
 
 def decided(right: str, body: str, status: Status) -> Verdict | Question:
-    """Judge an answer where that needs no library; else return what to ask."""
+    """Judge an answer if that needs no library; else return the question for math-verify."""
     if len(body) > 5 * LONGEST or not normal(body):
         return Verdict(0.0, "unparseable")
     if plain(body) == plain(right) or bare(plain(body)) == bare(plain(right)):
@@ -247,14 +246,14 @@ def decided(right: str, body: str, status: Status) -> Verdict | Question:
 
 
 def exact(formula: str) -> str:
-    """Return what stands before a rounded value, of 12\\sqrt{3} \\approx 20.8; empty where that is
-    a name, as of x \\approx 5."""
+    """Return the exact value before a rounded one, as in 12\\sqrt{3} \\approx 20.8; empty if it is
+    a name, as in x \\approx 5."""
     before, rounded, _ = formula.partition("\\approx")
     return "" if rounded and NAMED.fullmatch(before) else before.strip()
 
 
 def without_unit(formula: str) -> str:
-    """Take the unit of measure off the end of a formula that is none by itself: 2\\pi cm."""
+    """Strip the unit of measure from the end of a formula that is more than a unit: 2\\pi cm."""
     match = UNIT.search(formula)
     known = match and unit_named(match[1] or match[2])
     return formula[: match.start()] if known and match else formula
@@ -270,9 +269,9 @@ def sides(formula: str) -> tuple[str, ...]:
 
 
 def _readable(text: str) -> bool:
-    """Tell whether a ground truth can be read. Where math-verify's process ends, on a machine that
-    is too busy say, it is asked once more, and again for the next answer: one bad moment must not
-    cost the prompt the whole run."""
+    """Tell whether a ground truth can be parsed. If math-verify's process dies, for example on a
+    busy machine, retry once, and again for the next answer: one failure must not disable the prompt
+    for the whole run."""
     known = quantity_in(text).status == "ok" or tree_of(latex(text)) is not None
     for _ in range(0 if known or text in READABLE else 2):
         (answer,) = WORKERS.ask_all([("readable", latex(text))])
@@ -294,11 +293,11 @@ class Chart(Verifiable):
     """Compare values read from a chart (relaxed accuracy): numbers within 5 %, names by equality.
 
     As in the published evaluation 12 % is 0.12; unlike there, numbers may have separators, units
-    and words around them, "about" among them. A ground truth that is a list is compared element by
-    element, in order; a list of another length is wrong.
+    and words around them, such as "about". A list as ground truth is compared element by element,
+    in order; a list of another length is wrong.
 
     Args:
-        tolerance: relative to the right number; a right 0 must be met exactly.
+        tolerance: relative to the right number; a right 0 must be matched exactly.
         partial: of a list, the share of right elements (by the longer list); False: all or nothing.
     """
 

@@ -35,7 +35,7 @@ class Maze:
     target: Cell
 
     def step(self, cell: Cell, move: str) -> Cell | None:
-        """Return the cell that a move leads to; None where a wall or the edge stops it."""
+        """Return the cell that a move leads to; None if a wall or the edge blocks it."""
         down, right = MOVES[move]
         neighbour = (cell[0] + down, cell[1] + right)
         if neighbour not in self.walls or move in self.walls[cell]:
@@ -56,7 +56,7 @@ class Maze:
         return steps
 
     def solution(self) -> list[str]:
-        """Return the moves of a shortest way; empty where no way leads to the target."""
+        """Return the moves of a shortest path; empty if there is none to the target."""
         steps = self.distances(self.target)
         cell = self.origin
         moves = []
@@ -81,7 +81,8 @@ class Maze:
         return cells
 
     def text(self) -> str:
-        """Write the maze as AlphaMaze does: a line a row, of every cell its place, walls, mark."""
+        """Write the maze as AlphaMaze does: a line per row, for each cell its place, walls and
+        mark."""
         rows: dict[int, str] = {}
         for row, column in sorted(self.walls):
             cell = (row, column)
@@ -93,7 +94,7 @@ class Maze:
 
 @lru_cache(maxsize=4096)
 def read_maze(text: str) -> Maze:
-    """Read a maze in tokens. Raises Unscorable where it is none, or has no way to the target."""
+    """Read a maze in tokens. Raises Unscorable if it is malformed, or has no path to the target."""
     walls: dict[Cell, frozenset[str]] = {}
     marks: dict[str, list[Cell]] = {"origin": [], "target": []}
     for row, column, names, mark in CELL.findall(text):
@@ -116,7 +117,7 @@ def read_maze(text: str) -> Maze:
 
 
 def moves_of(text: str) -> tuple[list[str], bool]:
-    """Return the moves of an answer, and whether there is nothing but moves in it."""
+    """Return the moves of an answer, and whether it holds nothing else."""
     body = final(text).value
     moves = [(token or word).lower() for token, word in MOVE.findall(body)]
     return moves, bool(moves) and not MOVE.sub("", body).strip(" \t\r\n,.;")
@@ -132,24 +133,24 @@ def written(moves: list[str]) -> str:
 class MazeWalk(Verifiable):
     """Reward moves that lead through the prompt's maze, with AlphaMaze's three parts and weights.
 
-    reward = ``step`` * steps + ``integrity`` [nothing but moves is answered] + ``thinking`` [of
-    <think> and </think> each stands there once, half a tag]. The field ``maze`` holds the maze in
-    AlphaMaze's tokens, <|row-column|><|up_left_wall|><|blank|>; moves are <|up|>, <|down|>,
-    <|left|>, <|right|> or these words, read after the thought. steps = those of the shortest way,
-    n, if the answer is right (the published code, which knows one solution a maze), or by
-    ``credit``. The paper's text gives ``integrity`` for every valid token, which is ``each: true``;
-    that pays for walking about, and as in the published code it is given once.
+    reward = ``step`` * steps + ``integrity`` [nothing but moves is answered] + ``thinking``
+    [<think> and </think>, half for each that occurs exactly once]. The field ``maze`` holds the
+    maze in AlphaMaze's tokens, <|row-column|><|up_left_wall|><|blank|>; moves are <|up|>, <|down|>,
+    <|left|>, <|right|> or these words, read after the thought. steps = n, the length of the
+    shortest path, if the answer is right (the published code, which knows one solution per maze),
+    or by ``credit``. The paper's text gives ``integrity`` for every valid token, which is ``each:
+    true``; that rewards wandering, so the default gives it once, as in the published code.
 
     Args:
         step: for every step of the solution.
-        integrity: for an answer that holds moves alone (the published code has 1).
+        integrity: for an answer that holds only moves (the published code has 1).
         thinking: for both tags of the thought.
-        credit: shortest, right is a shortest way; arrival, any walk that ends at the target
-            (MazeBench's success); progress, also of a wrong answer the steps by which its walk, up
-            to the first wall, ends nearer to the target, at most n - 1 (our reading of "each valid
-            movement step").
-        each: ``integrity`` for every move of an answer that holds moves alone.
-        share: divide by what the maze's best answer earns, so that every maze pays from 0 to 1.
+        credit: "shortest": a shortest path is right; "arrival": any walk that ends at the target
+            (MazeBench's success); "progress": a wrong answer also earns the steps by which its
+            walk, up to the first wall, gets nearer to the target, at most n - 1 (our reading of
+            "each valid movement step").
+        each: ``integrity`` for every move of an answer that holds only moves.
+        share: divide by the reward of the maze's best answer, so that every maze pays from 0 to 1.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Lists the notations that models have of their own for boxes and points: what the reader reads and
-what docs/verifiable-rewards.md shows is this one table.
+"""Lists the notations of models for boxes and points: one table for the reader and for
+docs/verifiable-rewards.md.
 
-Every pattern begins with letters that are looked for first, and takes time in proportion to the
-text.
+Every pattern begins with letters that are searched for first, and takes time linear in the text.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _NUMBERS = re.compile(NUMBER)
 _EDGE = re.compile(r"[\[\]<>{}()\n;|]")
 _AXIS = re.compile(r"\b[xy]\d?\s*=")
 MOST = 500  # shapes of an answer
-_SIDE = 32  # Kosmos-2's grid has so many patches a side
+_SIDE = 32  # patches a side of Kosmos-2's grid
 
 
 @dataclass(frozen=True)
 class Shape:
     """Holds a box or a point. ``values``: x0, y0, x1, y1 of a box, or x, y of a point, not sorted.
-    ``space``: only of a notation that has its own ("rel1024" of PaliGemma, "rel100" of Molmo,
-    "yx1000" is turned to "rel1000"); None: the model's."""
+    ``space``: only for a notation with its own space ("rel1024" of PaliGemma, "rel100" of Molmo,
+    "yx1000" is converted to "rel1000"); None: the model's."""
 
     values: tuple[float, ...]
     label: str | None = None
@@ -63,9 +62,9 @@ Read = Callable[[re.Match[str], int], Iterator[Shape]]
 class Notation:
     """Holds one way to write shapes.
 
-    ``models``: who writes so; ``box`` and ``point``: an example of the box (100, 200), (300, 400)
-    and the point (200, 300) of a picture of 640 x 480 pixels, "" where there is none. ``mark``: a
-    text without it has none of these. ``read`` makes the shapes of one match, for 4 or 2 numbers.
+    ``models``: which write it; ``box`` and ``point``: examples for the box (100, 200), (300, 400)
+    and the point (200, 300) in a picture of 640 x 480 pixels, "" if there is none. ``mark``: a text
+    without it has no match. ``read`` returns the shapes of one match, for 4 or 2 numbers.
     ``space``: what the numbers count in; "": what the model's view says.
     """
 
@@ -79,7 +78,7 @@ class Notation:
     sizes: tuple[int, ...] = field(default=(4, 2))
 
     def shapes(self, body: str, sizes: Iterable[int]) -> list[Shape]:
-        """Return the shapes in this notation of the first number of numbers that has some."""
+        """Return the shapes in this notation, for the first of ``sizes`` that has any."""
         if self.mark not in body:
             return []
         matches = [*islice(self.pattern.finditer(body), MOST + 1)]
@@ -104,7 +103,7 @@ def numbers_in(text: str) -> list[float]:
 
 
 def cut(values: list[float], size: int) -> Iterator[tuple[float, ...]]:
-    """Yield numbers in parts of ``size``; nothing where they do not come out even."""
+    """Yield numbers in parts of ``size``; nothing if they cannot be divided evenly."""
     if values and len(values) % size == 0:
         for i in range(0, len(values), size):
             yield tuple(values[i : i + size])
@@ -160,7 +159,7 @@ def _molmo(match: re.Match[str], size: int) -> Iterator[Shape]:
 
 def _molmo2(match: re.Match[str], size: int) -> Iterator[Shape]:
     """Read ``coords``: the number of a picture or a time, then number, x, y of every point; more
-    pictures follow behind a semicolon, comma, colon or tab."""
+    pictures follow after a semicolon, comma, colon or tab."""
     for part in re.split(r"[;:,\t]", match["coords"]):
         values = numbers_in(part)
         for _, x, y in cut(values[1:], 3):
@@ -192,7 +191,7 @@ _XY = rf"[^()\[\]\d;]{{0,30}}[(\[]\s{{0,4}}({NUMBER})\s{{0,4}},\s{{0,4}}({NUMBER
 
 
 def _corner_words(first: str, last: str) -> re.Pattern[str]:
-    """Return the pattern of two corners that words name."""
+    """Return the pattern of two corners named by words."""
     return re.compile(rf"{first}{_XY}[^()\[\]]{{0,40}}{last}{_XY}", re.I)
 
 

@@ -45,7 +45,7 @@ CLICKS = {
 SAME = {"left click": "click", "tap": "click"} | dict.fromkeys(
     ("write", "typewrite", "input", "input text", "enter text"), "type"
 )
-# the argument of an action on a line of its own
+# the argument of an action on a line by itself
 ARGUMENT = re.compile(
     r"\s*\n\s*(?:coordinates?|point|position|location|text|content|value)\s*[:=]\s*([^\n]+)\Z", re.I
 )
@@ -62,8 +62,8 @@ def true_points(prompt: Prompt) -> np.ndarray:
 
 
 def pixels(prompt: Prompt) -> np.ndarray:
-    """Return factors [2] from the space of the ground truths to pixels of the original, where its
-    size is known."""
+    """Return factors [2] from the space of the ground truths to pixels of the original, if its size
+    is known."""
     try:
         return np.array(scale(prompt, truth_space(prompt), "original"))
     except Unscorable:
@@ -71,7 +71,7 @@ def pixels(prompt: Prompt) -> np.ndarray:
 
 
 def inside(predicted: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """Map [N, 2], [M, 4] -> [N, M]: 1 where the point lies in the box or on its border."""
+    """Map [N, 2], [M, 4] -> [N, M]: 1 if the point lies in the box or on its border."""
     return (
         ((predicted[:, None] >= boxes[None, :, :2]) & (predicted[:, None] <= boxes[None, :, 2:]))
         .all(-1)
@@ -134,8 +134,9 @@ def targets(prompt: Prompt) -> np.ndarray:
 class Point(Verifiable):
     """Check that points lie in the right boxes or near the right points (``boxes``, ``point(s)``).
 
-    Points and targets are paired one to one with the largest sum; reward = sum / max(number said,
-    number right), so a second click never pays. An answer of boxes counts as their centres.
+    Points and targets are paired one to one with the largest sum; reward = sum / max(number
+    predicted, number right), so a second click never pays. An answer of boxes counts as their
+    centres.
 
     Args:
         form: "inside": 1 in the box (or within ``radius`` of the point); "gaussian": falls with the
@@ -216,7 +217,7 @@ class Gui(Verifiable):
         action, status = said_action(text)
         if action is None:
             return Verdict(0.0, "unparseable")
-        # the prompt must be sound whatever was answered
+        # check the prompt whatever the answer
         judged = self._argument(action, target, prompt)
         if kind(action) != kind(target):
             return Verdict(0.0, status)
@@ -288,7 +289,7 @@ def true_action(prompt: Prompt) -> dict[str, Any]:
 
 
 def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
-    """Return the one action of an answer; a list of several is none."""
+    """Return the one action of an answer; a list of several is no action."""
     answer = final(text)
     body = fenced(answer.value)
     if "{" in body:

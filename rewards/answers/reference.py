@@ -22,9 +22,9 @@ from rewards.answers.reading.parts import last_box
 from rewards.answers.verifiable import Verdict, Verifiable, need, tagged
 from rewards.card import card
 
-LONGEST = 20_000  # words of a text that are counted
+LONGEST = 20_000  # words of a text that count
 ENTITIES = {"&quot;": '"', "&lt;": "<", "&gt;": ">", "&amp;": "&"}
-# mteval-v13a: what is set apart from its neighbours
+# mteval-v13a: split from the neighbours
 MARKS = re.compile(r"[{-~\[-` -&(-+:-@/]")
 APART = {code: f" {chr(code)} " for code in range(128) if MARKS.match(chr(code))}
 POINT_AFTER = re.compile(r"([^0-9][.,])")
@@ -33,7 +33,7 @@ DASH = re.compile(r"(?<=[0-9])-")
 
 
 def words_13a(text: str) -> list[str]:
-    """Split a text into the words and marks that machine translation counts (mteval-v13a)."""
+    """Split a text into words and punctuation as in machine translation (mteval-v13a)."""
     line = text.replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
     for entity, letter in ENTITIES.items():
         line = line.replace(entity, letter)
@@ -89,8 +89,8 @@ class Bleu(Verifiable):
 
     As BLEUBERI (Chang et al. 2025) computes it: words of mteval-v13a, n-grams up to 4, add-one
     smoothing, the length of the shortest reference. ``answer`` of the prompt is a text or a list of
-    texts. Smoothing gives answers of fewer words than ``order`` the longer n-grams for nothing:
-    take a lower order for short ones.
+    texts. With smoothing, answers of fewer words than ``order`` get the longer n-grams for free:
+    use a lower order for short answers.
 
     Args:
         order: longest n-grams, in words.
@@ -137,19 +137,19 @@ LAYERS = ("validity", "format", "integrity", "content")
     source="[RL-Struct](https://arxiv.org/abs/2512.00319)",
 )
 class Structured(Verifiable):
-    """Score JSON in layers: valid, nothing besides, right keys, right values (RL-Struct).
+    """Score JSON in layers: valid, nothing else, right keys, right values (RL-Struct).
 
     R = sum_k w_k s_k / sum_k w_k. validity: 1 where the answer holds a JSON value, or a Python one
     such as {'a': 1}, which is short of the format, else R = 0;
-    format: 1 where nothing stands besides it but a code fence; integrity: of all places of leaves
-    with their types in the right value or the answer, the share that is in both; content: the share
-    of the right leaves with the right value, names compared in normal form. RL-Struct (Hu and Wu
-    2025) has these dimensions; how each is measured and the weights are our reading. ``answer`` of
-    the prompt is an object, a list, or their JSON.
+    format: 1 if there is nothing else but a code fence; integrity: the IoU of the sets of leaf
+    paths with their types, right and answered; content: the share of the right leaves with the
+    right value, names compared in normal form. RL-Struct (Hu and Wu 2025) has these dimensions; how
+    each is measured and the weights are our reading. ``answer`` of the prompt is an object, a list,
+    or their JSON.
 
     Args:
-        weights: layer -> weight; one that is left out has none.
-        ordered: a layer counts only where all before it are full, in the order above.
+        weights: layer -> weight; a layer left out has weight 0.
+        ordered: a layer counts only if all before it are full, in the order above.
         tolerance: relative error up to which numbers are equal.
     """
 
@@ -228,8 +228,7 @@ class Structured(Verifiable):
 
 
 def alone(text: str) -> bool:
-    """Tell whether a text is JSON, in a code fence, in GLM's box or as it stands, with nothing
-    besides."""
+    """Tell whether a text is only JSON, bare, in a code fence or in GLM's box."""
     body = text.strip()
     box = last_box(body)
     if box and (box.start, box.end) == (0, len(body)):
@@ -244,7 +243,7 @@ def alone(text: str) -> bool:
 
 
 def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the place and value of every leaf; an empty object or list is a leaf too."""
+    """Yield the path and value of every leaf; an empty object or list is also a leaf."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from leaves(item, (*place, str(key)))
@@ -256,13 +255,13 @@ def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 
 
 def integrity(value: Any, right: Any) -> float:
-    """Return the share of places with their types that both values have, of all they have."""
+    """Return the IoU of the sets of leaf paths with their types."""
     first, second = ({(place, kind(leaf)) for place, leaf in leaves(v)} for v in (value, right))
     return len(first & second) / len(first | second)
 
 
 def kind(leaf: Any) -> str:
-    """Return what JSON calls the type of a leaf."""
+    """Return the JSON type of a leaf."""
     if isinstance(leaf, bool):
         return "boolean"
     if isinstance(leaf, (int, float)):

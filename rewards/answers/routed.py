@@ -1,4 +1,4 @@
-"""Defines ``routed``, which judges the answers of a mixture of tasks."""
+"""Defines ``routed``, which scores the answers of a mixture of tasks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rewards.combined.by_task import Routes
     scaling="as the routes",
 )
 class Routed(Routes, Verifiable):
-    """Send each answer to the verifier of its task in a mixture; the prompt's field ``task`` says
-    which.
+    """Send each answer to the verifier of its task in a mixture, named in the prompt's field
+    ``task``.
 
     Args:
         routes: task -> a reward and its options, such as ``{detect: {detection: {measure: f1}},
@@ -42,7 +42,7 @@ class Routed(Routes, Verifiable):
         }
 
     def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
-        """Judge each route's rows at once."""
+        """Judge the rows of each route in one batch."""
         self._check(texts, prompts)
         verdicts: dict[int, Verdict] = {}
         for route, rows in self.rows_by_route(prompts):
@@ -63,7 +63,7 @@ class Routed(Routes, Verifiable):
         return verdict
 
     def tasks(self, prompts: Sequence[Prompt]) -> dict[str, tuple[Reward, list[Prompt]]]:
-        """Group prompts by task, each with the reward that judges it: this one where none does."""
+        """Group prompts by task, each with its reward: this one if there is no route."""
         tasks: dict[str, tuple[Reward, list[Prompt]]] = {}
         for prompt in prompts:
             route = self.route_of(prompt) or cast(Reward, self)

@@ -1,5 +1,5 @@
-"""Asks libraries about a model's answers in a process of their own, with a deadline and a limit of
-memory: what hangs or kills them costs one sample, not the run."""
+"""Calls libraries on a model's answers in a separate process, with a deadline and a memory limit: a
+hang or crash costs one sample, not the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 PROGRAM = Path(__file__).with_name("foreign.py")
 START = 120.0  # seconds in which the process must have imported its library
-PATIENCE = 20  # a question may take so many times its processor time: the machine may be busy
+PATIENCE = 20  # wall time over CPU time that a question may take: the machine may be busy
 MEMORY = 3 * 2**30  # bytes of address space
 
 
@@ -33,11 +33,11 @@ class TooSlow(Broken):
 
 
 class Sandbox:
-    """Keeps a process that answers one kind of question; a new one takes its place when it dies.
+    """Keeps a process that answers one kind of question, and restarts it when it dies.
 
     It is started by the first question and ends with this process. Several threads may ask; they
-    take turns. ``function``: of ``foreign.py``, tried when the process starts, so that the
-    library is there before the first deadline runs. ``seconds``: processor time of every question.
+    take turns. ``function``: of ``foreign.py``, called when the process starts, so that the library
+    is imported before the first deadline. ``seconds``: CPU time per question.
     """
 
     def __init__(self, function: str, seconds: float = 3.0, memory: int = MEMORY):
@@ -45,7 +45,7 @@ class Sandbox:
         self.seconds = seconds
         self.memory = memory
         self.process: subprocess.Popen[bytes] | None = None
-        self.owner = 0  # the process that started it: after a fork there is none
+        self.owner = 0  # the process that started it: a fork has none
         self.lock = threading.Lock()
         self.given_up = 0  # questions that took too long, or ended the process
 
@@ -82,7 +82,7 @@ class Sandbox:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the run, which ends it in its own time
+            start_new_session=True,  # Ctrl-C is for the run, which closes this process itself
         )
         self.owner = os.getpid()
         atexit.register(self._end)
@@ -113,20 +113,20 @@ class Sandbox:
 
 
 class Sandboxes:
-    """Keeps several processes that answer one kind of question, each the next when it is free."""
+    """Keeps a pool of processes that answer one kind of question."""
 
     def __init__(self, function: str, seconds: float, memory: int = MEMORY, most: int = 4):
         count = min(most, os.cpu_count() or 1)
         self.workers = [Sandbox(function, seconds, memory) for _ in range(count)]
 
     def patience(self, seconds: float) -> None:
-        """Give every question so many seconds, in processes that start from now on."""
+        """Set the seconds per question, for processes that start from now on."""
         for worker in self.workers:
             worker.seconds = seconds
 
     def ask_all(self, questions: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Answer questions, [name, arguments ...] each: the value, or the Broken that came
-        instead."""
+        """Answer questions, [name, arguments ...] each: the value, or the Broken that was
+        raised."""
         answers: list[Any] = [None] * len(questions)
         waiting = deque(enumerate(questions))
 
@@ -152,7 +152,7 @@ class Sandboxes:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-    """Read one line of JSON. Raises Broken after so many seconds, or if the process has died."""
+    """Read one line of JSON. Raises Broken after ``seconds``, or if the process has died."""
     assert process.stdout is not None
     number = process.stdout.fileno()
     deadline = time.monotonic() + seconds

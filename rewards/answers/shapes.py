@@ -1,5 +1,4 @@
-"""Reads boxes and points in every notation of models as numbers in the notation's own
-coordinates."""
+"""Parses boxes and points in any model's notation, in the notation's own coordinates."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from rewards.answers.reading import (
 )
 from rewards.answers.reading.objects import QUOTE, several, too_deep, whole_json
 
-# under which keys a record holds a box or a point; the first that is there counts
+# keys of a box or a point in a record; the first present counts
 KEYS = {
     4: (
         "bbox_2d",
@@ -96,16 +95,16 @@ _TEXT = re.compile(r"""["']?([^"'\n{}]{1,200})""")
 _CUT = re.compile(r"[.,;\n\[\]()]")
 _KEY = re.compile(r"""\b([^\W\d]\w{0,19}+)["']?\s{0,9}[:=]\s{0,9}["']?[\[(]{0,2}""")
 _NUMBERED = {key for size in (4, 2) for keys in (*CORNERS[size], *SIDES) for key in keys}
-# keys that say something of a record itself
+# keys that describe a record itself
 _NAMED = {size: _NUMBERED | {*LABELS, *CONFIDENCES, *KEYS[size]} for size in (4, 2)}
-# what stands behind a key outside of JSON
+# what follows a key outside of JSON
 _BEHIND = {
     size: dict.fromkeys((*_NUMBERED, *CONFIDENCES), _ONE)
     | dict.fromkeys(LABELS, _TEXT)
     | dict.fromkeys(KEYS[size], _SOME[size])
     for size in (4, 2)
 }
-# one of which must be there
+# one of these must be present
 _NEEDED = {
     size: {*KEYS[size], *(key for keys in forms for key in keys)}
     for size, forms in ((4, (*CORNERS[4], *SIDES)), (2, CORNERS[2]))
@@ -184,7 +183,7 @@ def _json_of(body: str) -> Parsed[Any]:
 
 
 def _from_json(parsed: Parsed[Any], body: str, size: int) -> Parsed[list[Shape]]:
-    """Read the shapes of JSON; a list of numbers behind a name is for ``_bracketed``."""
+    """Read the shapes of JSON; a list of numbers after a name is for ``_bracketed``."""
     if parsed.status == "ok" and numbers_of(parsed.value, size):
         labelled = re.match(r"[^\[({`<\d]*[^\W\d]", body)
         return UNPARSEABLE if labelled else _listed(parsed, size)
@@ -220,8 +219,8 @@ def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
 
 
 def _named(words: str) -> str | None:
-    """Return what the words in front of a box call it: those before a colon, else the last of
-    them, without articles."""
+    """Return the label in the words before a box: those before a colon, else the last of them,
+    without articles."""
     words = words.strip(" \t-*")
     words = FOUND.sub("", words)
     if not words.endswith(":"):
@@ -232,8 +231,8 @@ def _named(words: str) -> str | None:
 
 
 def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
-    """Read keys with numbers behind them, in JSON that was cut or in none: ``bbox: 1, 2, 3, 4``,
-    ``x1=1, y1=2, ...``. A label is that of the braces in which the box stands."""
+    """Read keys followed by numbers, in truncated JSON or outside JSON: ``bbox: 1, 2, 3, 4``,
+    ``x1=1, y1=2, ...``. The label is that in the box's braces."""
     records = _records(body)
     if all(_NEEDED[size].isdisjoint(ends) for _, ends in records):
         return UNPARSEABLE
@@ -253,9 +252,9 @@ def _keyed(body: str, size: int) -> Parsed[list[Shape]]:
     return Parsed(listed, "repaired") if listed else UNPARSEABLE
 
 
-@lru_cache(maxsize=1)  # boxes and points are looked for in turn
+@lru_cache(maxsize=1)  # boxes and points are searched in turn
 def _records(body: str) -> list[tuple[str, dict[str, list[int]]]]:
-    """Cut a text behind braces, and return the keys of each part with where they end."""
+    """Split a text after braces, and return the keys of each part with where they end."""
     records = []
     for record in body.split("}") if ":" in body or "=" in body else ():
         ends: dict[str, list[int]] = {}
@@ -267,7 +266,7 @@ def _records(body: str) -> list[tuple[str, dict[str, list[int]]]]:
 
 
 def _written(found: re.Match[str]) -> str | float | list[float]:
-    """Return the value that stands behind a key: a name, a number or several of them."""
+    """Return the value after a key: a name, a number or several numbers."""
     if found.re is _TEXT:
         return found[1]
     return float(found[1]) if found.re is _ONE else [*map(float, found.groups())]
@@ -288,7 +287,7 @@ def _label(text: Any) -> str | None:
 
 
 def _listed(parsed: Parsed[Any], size: int) -> Parsed[list[Shape]]:
-    """Read shapes of a JSON value; entries that are none are left out, which makes the answer
+    """Read the shapes of a JSON value; other entries are left out, which makes the answer
     "repaired"."""
     if parsed.value is None:
         return UNPARSEABLE
@@ -336,7 +335,7 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
 
 
 def _of_keys(record: Mapping[Any, Any], size: int) -> list[Shape] | None:
-    """Read the shapes that a record's own keys name; None where none of them is a shape's."""
+    """Read the shapes under a record's keys; None if no key names a shape."""
     label = _label(record.get(_first(LABELS, record)))
     confidence = real(record.get(_first(CONFIDENCES, record)))
     if key := _first(KEYS[size], record):
@@ -348,12 +347,12 @@ def _of_keys(record: Mapping[Any, Any], size: int) -> list[Shape] | None:
 
 
 def _first(keys: Iterable[str], record: Container[str]) -> str | None:
-    """Return the first of some keys that a record has; None where it has none."""
+    """Return the first of the keys that a record has; None if it has none."""
     return next(filter(record.__contains__, keys), None)
 
 
 def _turned(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Swap the axes of Gemini's ``box_2d``, which is y first and always 0 to 1000."""
+    """Swap the axes of Gemini's ``box_2d``, which is y first and always in 0 to 1000."""
     y0, x0, y1, x1 = values
     return x0, y0, x1, y1
 

@@ -1,4 +1,4 @@
-"""Shapes how an answer is written, its form and length, never whether it is right."""
+"""Rewards the form and length of an answer, not its correctness."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLES = {
 
 
 def thought_and_answer(text: str) -> str | None:
-    """Return the thought of a text that is one thought and one ``<answer>`` behind it, each closed,
+    """Return the thought of a text that is one thought followed by one ``<answer>``, each closed,
     and nothing else; None for any other text."""
     parts = one_thought(text)
     good = parts is not None and only_answer(parts[1]) and not ANSWER.search(parts[0])
@@ -51,7 +51,7 @@ FORMS: dict[str, Callable[[str], bool]] = {
 
 
 def length(text: str) -> int:
-    """Count tokens, if the text knows them (``Completion``), else words."""
+    """Count tokens, if the text has them (``Completion``), else words."""
     tokens = Completion.of(text).tokens
     return len(text.split()) if tokens is None else tokens
 
@@ -68,17 +68,17 @@ class Shaping(Verifiable):
 @REWARDS.register("format")
 @card(media="text", low=0, high=1, source="DeepSeek-R1 (arXiv:2501.12948), format reward")
 class Format(Shaping):
-    """Check the form of the whole text: every tag once, in order, nothing before or after.
+    """Check the format of the whole text: every tag once, in order, nothing before or after.
 
-    A thought may have the marks of any family: ``<think>``, ``[THINK]``, Kimi's ... (see
+    A thought may have the tags of any model family: ``<think>``, ``[THINK]``, Kimi's ... (see
     docs/verifiable-rewards.md).
 
     Args:
         form: "think_answer": ``<think>...</think><answer>...</answer>``; "answer"; "think";
             "boxed": somewhere.
-        pattern: a regular expression of your own instead, for the whole text (re.DOTALL). Let it
-            not backtrack much: the time that it takes on what a model writes has no limit.
-        json: the answer must be JSON, such as boxes, as it stands.
+        pattern: a regular expression instead, for the whole text (re.DOTALL). Avoid backtracking:
+            its time on a model's text is not limited.
+        json: the answer must be valid JSON, such as boxes, without repair.
     """
 
     def __init__(
@@ -124,12 +124,11 @@ class ThinkOrNot(Shaping):
     with it.
 
     Texts have the form ``<think>...</think><answer>...</answer>``. TON lets the policy leave the
-    thought empty; this makes it worth while. It judges no answer: gate it by a reward that does, or
-    give it little weight.
+    thought empty; this rewards it. It does not judge the answer: gate it by a reward that does, or
+    give it a small weight.
 
     Args:
-        thought: what a text with a thought earns; 1 accepts both alike, as in TON's own format
-            reward.
+        thought: reward of a text with a thought; 1 accepts both alike, as in TON's format reward.
     """
 
     def __init__(self, thought: Share = 0.5):
@@ -155,8 +154,8 @@ class Length(Shaping):
     outside.
 
     Args:
-        low, high: the range that is as good as any.
-        fade: tokens below ``low`` or above ``high`` at which nothing is left.
+        low, high: the range that earns 1.
+        fade: tokens below ``low`` or above ``high`` at which the reward is 0.
     """
 
     def __init__(self, low: Annotated[int, Ge(0)] = 1, high: Whole = 256, fade: Whole = 64):
@@ -178,12 +177,12 @@ class Length(Shaping):
 @REWARDS.register("overlong")
 @card(media="text", low=-1, high=0, source="DAPO (arXiv:2503.14476), equation 13")
 class Overlong(Shaping):
-    """Punish length as DAPO does: 0 up to ``limit - buffer`` tokens, down to -1 at ``limit`` and
+    """Penalise length as DAPO does: 0 up to ``limit - buffer`` tokens, down to -1 at ``limit`` and
     beyond.
 
     Args:
         limit: the longest completion, ``max_tokens`` of the policy.
-        buffer: tokens before the limit in which it falls; DAPO has 4096 of 20480.
+        buffer: tokens before the limit over which it falls; DAPO has 4096 of 20480.
     """
 
     def __init__(self, limit: Whole, buffer: Whole):
@@ -213,7 +212,7 @@ class Overlong(Shaping):
 class Repetition(Shaping):
     """Negate the share of repeated n-grams of words: -(1 - different / all), 0 for shorter texts.
 
-    Entries of a JSON list in the answer count as 1-grams, as in VLM-R1: a box said twice is a
+    Entries of a JSON list in the answer count as 1-grams, as in VLM-R1: a repeated box is a
     repetition.
 
     Args:
@@ -256,13 +255,12 @@ class CosineLength(Verifiable):
     """Shape a reward by a cosine of the length: right and short is best, wrong and short is worst.
 
     right: from ``best_right`` down to ``least_right``; wrong: from ``worst_wrong`` up to
-    ``best_wrong``. Beyond the limit the value stays (the published code turns round there, and one
-    version takes every answer for right).
+    ``best_wrong``. Beyond the limit the value stays constant (the published code turns round there,
+    and one version takes every answer as right).
 
     Args:
-        reward: the reward that says what is right, and its options; at least ``threshold`` is
-            right.
-        limit: tokens (words, where a text does not know its tokens).
+        reward: the reward of correctness, and its options; at least ``threshold`` is right.
+        limit: tokens (words, if a text has no tokens).
     """
 
     def __init__(
@@ -282,7 +280,7 @@ class CosineLength(Verifiable):
                 "reward 'cosine_length': -1 <= worst_wrong <= best_wrong <= "
                 "least_right <= best_right <= 1"
             )
-        self.inner: Any = reward or Answer()  # or a reward of the user's own with its methods
+        self.inner: Any = reward or Answer()  # or a user's reward with its methods
         if not hasattr(self.inner, "judge"):
             raise UserError(
                 "reward 'cosine_length': its reward must be one of the verifiable "

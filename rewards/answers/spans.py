@@ -1,5 +1,4 @@
-"""Defines ``temporal`` and ``tracking``, which check when something happens and where it is in
-every frame."""
+"""Defines ``temporal`` and ``tracking``: when something happens, and where it is in every frame."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ SPOKEN = re.compile(
     rf"(\d{{1,2}}(?:\.\d+)?)\s?{UNITS}(?![A-Za-z])",
     re.I,
 )
-# what stands between a start and an end
+# what separates a start and an end
 TO = (
     r"(?:--?>|\u2192|-|\u2013|\u2014|~|\uff5e|\u301c|to|until|till|and|,|bis|und|\u00e0|jusqu'\u00e0|et|a|hasta|at\u00e9|"
     r"(?:und |et |y )(?:endet|se termine|finit|termina|acaba) (?:bei|um|nach|\u00e0|a(?: los)?|"
@@ -73,7 +72,7 @@ BEHIND = rf"(?:st|nd|rd|th)?(?:[\s-]*{UNITS}(?![A-Za-z])(?:\s+mark)?)?"
 LEAD = rf"(?:\u7b2c|\b(?:the|der|la|el)\s+|\b{UNITS}\s+)?"
 FIGURE = re.compile(rf"((?<![\d.]){NUMBER.removeprefix('[-+]?')})")
 SIGNED = re.compile(r"(?<![\d.])[-+]\Z")
-# nothing is given back that has been matched (?>), so that time grows with the length only
+# possessive groups (?>) do not backtrack, so that time is linear in the length
 JOIN = re.compile(rf"(?>{BEHIND})\s*{TO}\s*{LEAD}([-+]?)", re.I)
 TIMED = rf"(?>{LEAD}{NUMBER}{BEHIND})"
 MINUTE = r"(?:minutes?|mins?|minuten|minutos?|minuti|\u5206\u949f?|\ubd84)"
@@ -82,9 +81,9 @@ MINUTES = re.compile(
     rf"(?<![\d.:])({NUMBER})(?:\s?{MINUTE})?\s*{TO}\s*({NUMBER})\s?{MINUTE}(?![A-Za-z]|\s?\d)", re.I
 )
 MINUTES_JOIN = re.compile(rf"(?:\s?{MINUTE})?\s*{TO}\s*[-+]?", re.I)
-JOINING = re.compile(r"[^\s\d.:()\[\]{}]")  # without such a sign nothing stands between two times
-# who says when it does not happen; to the end of what stands before the times
-FIGURES = 4 * MOST  # of an answer that anybody gives
+JOINING = re.compile(r"[^\s\d.:()\[\]{}]")  # without such a sign two times are not a span
+# denials: when it does not happen; matched at the end of the words before the times
+FIGURES = 4 * MOST  # numbers of an answer: none needs more
 BEFORE = 70  # characters of that
 DENIAL = re.compile(r"\b(?:not|never|nicht|pas)\b|n't\b|[\u4e0d\u6ca1]", re.I)
 DENIED = re.compile(rf"(?:{DENIAL.pattern})[^.;\n]{{0,60}}\Z", re.I)
@@ -136,8 +135,8 @@ def spans(text: str) -> Parsed[list[Span]]:
 
 
 def _paired(body: str) -> Iterator[tuple[int, Span]]:
-    """Yield where two neighbouring numbers begin and what they are, where what stands between them
-    leads from a start to an end."""
+    """Yield the places and values of two neighbouring numbers that a separator makes a start and an
+    end."""
     parts = FIGURE.split(body, FIGURES + 1)  # words, number, words, number ... words
     if len(parts) > 2 * FIGURES:
         return
@@ -178,7 +177,7 @@ def _flat(value: Any) -> list[Span]:
 
 
 def _of_record(record: dict[str, Any]) -> Span | None:
-    """Return the start and the end that a record names."""
+    """Return the start and the end in a record."""
     low = {str(key).casefold(): value for key, value in record.items()}
     return _pair([next((low[key] for key in keys if key in low), None) for keys in (STARTS, ENDS)])
 
@@ -209,14 +208,14 @@ def true_spans(prompt: Prompt) -> list[Span]:
 
 
 def union(predicted: list[Span], right: list[Span]) -> float:
-    """Compute length in both / length in either, of two sets of spans; spans that overlap count
+    """Compute the IoU of two sets of spans: length in both / length in either; overlaps count
     once."""
     either = covered([*predicted, *right])
     return (covered(predicted) + covered(right) - either) / either if either else 0.0
 
 
 def covered(spans: list[Span]) -> float:
-    """Return the length of what spans cover; where they overlap it counts once."""
+    """Return the length that spans cover; overlaps count once."""
     total, end = 0.0, -math.inf
     for start, stop in sorted(spans):
         if stop > end:
@@ -226,7 +225,7 @@ def covered(spans: list[Span]) -> float:
 
 
 def hull(predicted: list[Span], right: list[Span]) -> float:
-    """Compute Temporal-R1's: overlap / (last end - first start), of the first spans."""
+    """Compute Temporal-R1's overlap / (last end - first start), of the first spans."""
     a, b = predicted[0]
     c, d = right[0]
     return max(min(b, d) - max(a, c), 0.0) / (max(b, d) - min(a, c))
@@ -241,12 +240,12 @@ def hull(predicted: list[Span], right: list[Span]) -> float:
     source="Temporal-R1 (arXiv:2506.01908), VideoChat-R1 (arXiv:2504.06958)",
 )
 class Temporal(Verifiable):
-    """Compare the spans of time of the answer with the right ones (``spans``: seconds) by IoU.
+    """Compare the time spans of the answer with the right ones (``spans``: seconds) by IoU.
 
     Args:
         form: "union": length in both / length in either, for any number of spans; "hull":
-            Temporal-R1's denominator, from the first start to the last end, of one span (the same
-            where they overlap).
+            Temporal-R1's denominator, from the first start to the last end, for one span (the same
+            if they overlap).
     """
 
     def __init__(self, form: Literal["union", "hull"] = "union"):
@@ -306,11 +305,11 @@ def _state(span: Span, end: float) -> Status:
     media="text", needs="tracks", low=0, high=1, source="VideoChat-R1 (arXiv:2504.06958), tracking"
 )
 class Tracking(Verifiable):
-    """Average the IoU of one object over frames: a missing frame counts 0, an added one is wrong.
+    """Average the IoU of one object over frames: a missing frame counts 0, an extra one is wrong.
 
-    ``tracks`` is a list of boxes, one a frame, or a mapping of times to boxes; the answer the same
-    as JSON (``[[x0, y0, x1, y1], ...]`` or ``{"0": [...], "1": [...]}``). reward = sum of IoU /
-    max(frames said, frames right).
+    ``tracks`` is a list of boxes, one a frame, or a mapping of times to boxes; the answer has the
+    same form as JSON (``[[x0, y0, x1, y1], ...]`` or ``{"0": [...], "1": [...]}``). reward = sum of
+    IoU / max(frames predicted, frames right).
     """
 
     spatial = True

@@ -32,7 +32,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 
 def true_steps(prompt: Prompt) -> list[list[str]]:
-    """Return ``key_steps``: for every step the ways of saying it."""
+    """Return ``key_steps``: for every step its paraphrases."""
     value = need(prompt, "key_steps")
     if not isinstance(value, (list, tuple)) or not value:
         raise Unscorable(
@@ -48,14 +48,14 @@ def true_steps(prompt: Prompt) -> list[list[str]]:
 
 
 def words(text: object) -> str:
-    """Split into words, numbers and signs with single blanks between and around them, for finding
-    one text in another."""
+    """Split into words, numbers and signs with single blanks between and around them, to find one
+    text in another."""
     tokens = re.findall(r"\d+(?:\.\d+)?|\w+|[^\w\s]", normal(text))
     return f" {' '.join(tokens)} " if tokens else ""
 
 
 def steps_found(text: str, steps: Sequence[Sequence[str]], ordered: bool) -> int:
-    """Count the steps that occur as whole words; ``ordered``: each after the one before."""
+    """Count the steps that occur as whole words; ``ordered``: each after the previous one."""
     body = words(text)
     at = 0
     count = 0
@@ -70,7 +70,7 @@ def steps_found(text: str, steps: Sequence[Sequence[str]], ordered: bool) -> int
 
 
 def thinking(text: str) -> str:
-    """Return what comes before the final answer, or all."""
+    """Return the text before the final answer, or all of it."""
     tags = [tag.start() for tag in ANSWER.finditer(str(text)) if not tag[1]]
     return str(text)[: tags[-1]] if tags else str(text)
 
@@ -106,16 +106,17 @@ class KeySteps(Verifiable):
     (Zhang et al. 2025, section 3.2).
 
     Args:
-        answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is paid.
-        ordered: every step must come after the one before.
+        answer: weight of the answer, judged as by ``answer``; without it, only the reasoning is
+            rewarded.
+        ordered: every step must come after the previous one.
         sections: texts that the reasoning must hold in this order, such as ["Description",
             "Reasoning"].
-        each: the parts of the reward as rewards of steps [B, K], each at the token that completes
-            it, the answer's at the last one. Mind that ``advantage: process`` compares all that is
-            paid in a group with one mean: a found step that is worth less than that, beside a dear
-            answer for instance, is pushed down.
+        each: the parts of the reward as step rewards [B, K], each at the token that completes it,
+            the answer's at the last token. ``advantage: process`` compares all rewards of a group
+            with one mean: a step worth less than that mean, for example next to a heavily weighted
+            answer, is pushed down.
         form: shares, the mean above, or step_grpo.
-        alpha: of form step_grpo, what all key steps together are worth.
+        alpha: weight of all key steps together in form step_grpo.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class KeySteps(Verifiable):
         if not self.each:
             return total
         limits = [limit for text in texts if (limit := Completion.of(text).limit) is not None]
-        if len(limits) < len(texts):  # texts from elsewhere, of which nobody knows the tokens
+        if len(limits) < len(texts):  # external texts, whose tokens are unknown
             return total[:, None]
         rows = [
             self._earned(text, prompt, float(all_))
@@ -162,7 +163,7 @@ class KeySteps(Verifiable):
         return scores
 
     def _earned(self, text: Any, prompt: Prompt, total: float) -> dict[int, float]:
-        """Return token -> what was earned there; together ``total``."""
+        """Return token -> reward earned there, ``total`` in all."""
         last = max(text.tokens - 1, 0)
         if math.isnan(total) or not text.tokens:
             return {last: total}
@@ -179,7 +180,7 @@ class KeySteps(Verifiable):
         return earned
 
     def _parts(self, prompt: Prompt) -> list[tuple[Sequence[Sequence[str]], bool, float]]:
-        """Return what is looked for, whether in order, and what each of them is worth."""
+        """Return the texts to find, whether in order, and the weight of each."""
         parts = [(true_steps(prompt), self.ordered)]
         if self.sections:
             parts.append(([[section] for section in self.sections], True))
@@ -227,12 +228,13 @@ class KeySteps(Verifiable):
 @REWARDS.register("vqa")
 @card(media="text", needs="answers", low=0, high=1, source="VQA v2 accuracy (arXiv:1505.00468)")
 class Vqa(Verifiable):
-    """Compute VQA accuracy: of ``answers`` three must agree, averaged over leaving each person out.
+    """Compute VQA accuracy: three of ``answers`` must agree, averaged over leaving each annotator
+    out.
 
-    Of a sentence what it says of its subject counts, or its number, or the yes or no before it.
-    With fewer than three people one agreement is enough. Answers are evened out as in the published
-    evaluation (punctuation, articles, number words to ten, apostrophes), which however loses the
-    sign of -5, the factorial of 2! and the note of A-: those must be the same here.
+    In a sentence, the predicate counts, or its number, or the yes or no before it. With fewer than
+    three annotators one agreement is enough. Answers are normalised as in the published evaluation
+    (punctuation, articles, number words to ten, apostrophes), which however loses the sign of -5,
+    the factorial of 2! and the minus of grade A-: those must match here.
 
     Args:
         form: vqa_v2, or textvqa, whose evaluation also drops commas and question marks first.
@@ -254,8 +256,7 @@ class Vqa(Verifiable):
         return Verdict(max([whole, *spoken]), status)
 
     def _ways(self, body: str) -> list[str]:
-        """Return what a sentence says, which the published rule, of short answers, does not
-        read."""
+        """Return the answers in a sentence; the published rule reads short answers only."""
         number = quantity_in(body).value
         plain_number = number is not None and number.unit is None and not number.percent
         return [*names_of(body)[1:], *([str(number.value)] if number and plain_number else [])]
@@ -285,10 +286,10 @@ class Vqa(Verifiable):
     source="VideoChat-R1 (arXiv:2504.06958), Temporal-R1 (arXiv:2506.01908)",
 )
 class VideoQa(Verifiable):
-    """Check the answer about a video, and where its prompt has ``spans``, when it is to be seen.
+    """Check the answer about a video and, if its prompt has ``spans``, when it is to be seen.
 
     reward = (1 - time) * answer + time * temporal IoU. The answer is judged as by ``choice`` if the
-    prompt has ``choices``, else as by ``answer``; the span stands in ``<glue>[[start,
+    prompt has ``choices``, else as by ``answer``; the span is given in ``<glue>[[start,
     end]]</glue>``.
 
     Args:

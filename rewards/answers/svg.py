@@ -1,4 +1,4 @@
-"""Defines ``svg``, which compares a written drawing with the picture."""
+"""Defines ``svg``, which compares an SVG drawing with the picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rewards.answers.verifiable import Verdict, Verifiable, tagged
 from rewards.base.files import open_picture
 from rewards.card import card
 
-# What could read files, run for ever, or make one shape a million.
+# What could read files, run forever, or multiply one shape a million times.
 REFUSED = re.compile(
     r"<!|<\?xml-stylesheet|<\s*(?:image|script|foreignObject|filter|style)\b"
     r"|@import|url\(\s*(?!['\"]?#)",
@@ -57,7 +57,7 @@ def find_svg(text: str) -> tuple[str | None, Status]:
 
 
 def aspect(body: str) -> float:
-    """Return the height over the width of a drawing, as its first tag says; 1 if it does not."""
+    """Return the height over the width of a drawing, from its first tag; 1 if not given."""
     tag = body.partition(">")[0]
     sides = {
         side: match
@@ -98,8 +98,8 @@ def _pixels(image: Any, size: int) -> Tensor:
 
 
 def explained(drawn: Tensor, right: Tensor) -> float:
-    """Compute 1 - |drawn - right|^2 / |white - right|^2: what of the picture's ink is explained; an
-    empty sheet has 0."""
+    """Compute 1 - |drawn - right|^2 / |white - right|^2: the share of the picture's ink that is
+    explained; an empty sheet has 0."""
     ink = float((1 - right).square().sum())
     error = float((drawn - right).square().sum())
     return max(0.0, 1 - error / ink) if ink > 0 else float(error == 0)
@@ -158,14 +158,13 @@ class Svg(Verifiable):
         measure: "explained": share of the ink that is right, an empty sheet has 0; "mse";
             "standardised": RLRF's L2; "ssim".
         size: pixels of the square both are compared in.
-        also: a reward of images, such as clip_image or dino, asked about the rendered drawing.
-        weight: of ``also``; the pixels have the rest. Its values are clipped to 0..1.
+        also: a reward of images, such as clip_image or dino, applied to the rendered drawing.
+        weight: of ``also``; the pixels get the rest. Its values are clipped to 0..1.
 
     Drawings that load files or other documents, hold scripts, filters or style sheets, or many
     ``<use>``, or are more than 16 times as high as wide, are refused ("out_of_range", 0): the
-    policy must not read the picture from disk, nor hang the renderer. It draws in a process beside
-    this one, which is killed and replaced where a drawing takes more than 5 s of a processor or 2
-    GiB.
+    policy must not read the picture from disk, nor hang the renderer. Rendering runs in a worker
+    process, which is killed and replaced if a drawing takes more than 5 s of CPU time or 2 GiB.
     """
 
     def __init__(

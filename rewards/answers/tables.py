@@ -16,17 +16,17 @@ from rewards.answers.verifiable import Verdict, Verifiable, tagged
 from rewards.answers.writing import true_text
 from rewards.card import card
 
-MANY = 400  # cells of a table that are compared; the distance takes time with their product
-LARGEST = 2 * MANY + 20  # cells of a table that is read
+MANY = 400  # cells of a table that are compared; the distance takes time in their product
+LARGEST = 2 * MANY + 20  # cells of a table that are read
 BORDER = re.compile(r"\s*:?-+:?\s*")
 PIPE = re.compile(r"(?<!\\)\|")
 BORDERS = re.compile(r":?-+:?\s*(?:\|\s*:?-+:?\s*)+")
-FAR = 1e4  # more than any two rows are apart
+FAR = 1e4  # more than the distance of any two rows
 
 
 @dataclass(slots=True)
 class Node:
-    """Holds a node of a table's tree: the tag, and of a cell its spans and text."""
+    """Holds a node of a table's tree: the tag and, for a cell, its spans and text."""
 
     tag: str
     spans: tuple[int, int] = (1, 1)
@@ -38,10 +38,9 @@ class Node:
 
 
 class _TableReader(HTMLParser):
-    """Reads the first table of an HTML text; what is not closed is closed where something else
-    opens.
+    """Reads the first table of an HTML text; unclosed elements end where another opens.
 
-    ``thead``, ``tbody`` and ``tfoot`` are read through, ``th`` is ``td``: TEDS compares rows and
+    ``thead``, ``tbody`` and ``tfoot`` are transparent, ``th`` is ``td``: TEDS compares rows and
     cells.
     """
 
@@ -94,7 +93,7 @@ def _span(text: str | None) -> int:
 
 def read_table(text: str) -> tuple[Node | None, bool]:
     """Read the tree of an HTML or Markdown table and whether it was whole; None if there is none,
-    or one of more cells than anybody asks for."""
+    or it has too many cells."""
     if "<table" in text.casefold():
         reader = _TableReader()
         reader.feed(text)
@@ -136,9 +135,9 @@ def teds(predicted: Node, right: Node, structure: bool = False) -> float:
 
 
 def _distance(first: Node, second: Node, structure: bool) -> float:
-    """Compute the edit distance of two tables by Zhang and Shasha's recursion, a row of it at a
-    time: a table has three levels, so that the distances of its subtrees have a closed form but for
-    two rows, which are aligned cell by cell."""
+    """Compute the edit distance of two tables by Zhang and Shasha's recursion, one row at a time: a
+    table has three levels, so that the distances of its subtrees have a closed form, except for two
+    rows, which are aligned cell by cell."""
     above, below = _Places(first), _Places(second)
     renames = _renames(above.cells, below.cells, structure)  # [cells, cells]
     subtrees = np.ones((len(above.nodes), len(below.nodes)))  # distance of every pair
@@ -150,7 +149,7 @@ def _distance(first: Node, second: Node, structure: bool) -> float:
         count = row.stop - row.start
         subtrees[above.of_cells, below.of_rows[j]] = _least(renames[:, row]) + count
     ramp = np.arange(len(below.nodes) + 1, dtype=np.float64)
-    forests = [ramp]  # of the first nodes of one table -> of those of the other
+    forests = [ramp]  # of prefixes of the nodes of both tables
     for i, start in enumerate(above.starts):
         taken = np.minimum(forests[i][1:] + 1, forests[start][below.starts] + subtrees[i])
         inserted = np.concatenate([[i + 1.0], taken]) - ramp
@@ -159,9 +158,9 @@ def _distance(first: Node, second: Node, structure: bool) -> float:
 
 
 class _Places:
-    """Holds the rows and cells of a table in the order in which a tree is left (postorder).
+    """Holds the rows and cells of a table in postorder.
 
-    ``starts`` [nodes]: how many nodes lie before the subtree of each; ``of_cells``, ``of_rows``:
+    ``starts`` [nodes]: the number of nodes before the subtree of each; ``of_cells``, ``of_rows``:
     places of cells and rows among the nodes; ``rows``: the cells of each row.
     """
 
@@ -181,9 +180,9 @@ class _Places:
         self.of_rows, self.of_cells = np.flatnonzero(is_row), np.flatnonzero(~is_row)
 
     def aligned(self, others: list[slice], renames: np.ndarray) -> np.ndarray:
-        """Return the edit distances of every row of another table and every row of this one
-        [others, rows], of which ``renames`` [cells, cells] are known: one cell of all the others at
-        a time, the rows of this table one behind the other."""
+        """Return the edit distances between the rows of another table and of this one [others,
+        rows], from ``renames`` [cells, cells]: one cell of all the other rows at a time, the rows
+        of this table one after another."""
         gaps = np.arange(len(self.rows))
         firsts = np.array([row.start for row in self.rows], dtype=int) + gaps
         lasts = np.array([row.stop for row in self.rows], dtype=int) + gaps
@@ -209,14 +208,14 @@ class _Places:
 
 
 def _least(costs: np.ndarray) -> np.ndarray:
-    """Return what it costs [N] to make each of N cells of what is cheapest: a cell of a row, or the
-    row itself, for 1. ``costs``: [N, cells of the row]."""
+    """Return the cost [N] of the cheapest source of each of N cells: a cell of a row, or the row
+    itself, for 1. ``costs``: [N, cells of the row]."""
     least: np.ndarray = np.minimum(costs.min(1, initial=1.0), 1.0)
     return least
 
 
 def _renames(first: list[Node], second: list[Node], structure: bool) -> np.ndarray:
-    """Return what it costs to make a cell of one table that of another [first, second]."""
+    """Return the cost of renaming a cell of one table to a cell of the other [first, second]."""
     from rapidfuzz.distance import Levenshtein
     from rapidfuzz.process import cdist
 
@@ -245,9 +244,9 @@ class Table(Verifiable):
     Args:
         structure: TEDS-S, which compares rows, cells and spans but not their texts.
 
-    Tables are read through ``thead`` and ``tbody``, ``th`` counts as ``td``. A table with more than
-    400 cells, or twice those of the right one, scores 0: nobody gets there by honest means, and the
-    distance takes time with their product.
+    ``thead`` and ``tbody`` are ignored, ``th`` counts as ``td``. A table with more than 400 cells,
+    or twice those of the right one, scores 0: no honest answer is that large, and the distance
+    takes time in their product.
     """
 
     def __init__(self, structure: bool = False):

@@ -23,12 +23,12 @@ from rewards.answers.reading import Parsed, Status, worst
 from rewards.card import card_of
 
 log = logging.getLogger(__name__)
-LONGEST = 1000  # characters of what is said of a prompt
+LONGEST = 1000  # characters of a prompt's description
 
 
 class Verdict(NamedTuple):
-    """Holds score, status and note; ``score`` is NaN where the prompt cannot be scored, and
-    ``note`` then says why."""
+    """Holds score, status and note; ``score`` is NaN if the prompt cannot be scored, and ``note``
+    then says why."""
 
     score: float
     status: Status = "ok"
@@ -41,22 +41,21 @@ class Verifiable(ABC):
     A subclass writes ``judge(text, prompt) -> Verdict`` and ``ground_truth(prompt) -> str``, and
     raises ``Unscorable`` in either where the prompt's ground truth is missing or broken.
 
-    ``spatial``: answers are coordinates of the image. ``shaping``: form or length is judged, not
-    the answer.
+    ``spatial``: answers are image coordinates. ``shaping``: the form or length is scored, not the
+    answer.
     """
 
     spatial = False
     shaping = False
 
     def __call__(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> Tensor:
-        """Return [B] float32 on the CPU; NaN where the prompt is at fault, never where the answer
-        is."""
+        """Return [B] float32 on the CPU; NaN if the prompt is at fault, never if the answer is."""
         verdicts = self.verdicts(texts, prompts)
         self._complain(verdicts, prompts)
         return torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float32)
 
     def status(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Status]:
-        """Return how each answer could be read, for metrics and reports."""
+        """Return how well each answer could be parsed, for metrics and reports."""
         return [verdict.status for verdict in self.verdicts(texts, prompts)]
 
     def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
@@ -82,7 +81,7 @@ class Verifiable(ABC):
 
     @abstractmethod
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        """Judge a text whose prompt has all that the card says it needs."""
+        """Judge a text whose prompt has all fields that the card requires."""
 
     @abstractmethod
     def ground_truth(self, prompt: Prompt) -> str:
@@ -144,8 +143,8 @@ def finite(values: Any, size: int, field: str) -> tuple[float, ...]:
 
 
 def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
-    """Return the right boxes, [M, 4] float64, in the space of the prompt; one box may stand without
-    the outer list."""
+    """Return the right boxes, [M, 4] float64, in the space of the prompt; a single box needs no
+    outer list."""
     value = need(prompt, field)
     value = [value] if len(value) == 4 and not any(isinstance(v, Sized) for v in value) else value
     boxes = [finite(box, 4, field) for box in value]
@@ -156,8 +155,8 @@ def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
 
 
 def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[Status]]:
-    """Convert what the model said, [N, 2 or 4], to the space of the ground truths, with the status
-    of each."""
+    """Convert predicted coordinates, [N, 2 or 4], to the space of the ground truths, with the
+    status of each."""
     target = truth_space(prompt)
     default_space = "rel1" if shares(shapes, prompt) else answer_space(prompt)
     width = len(shapes[0].values) if shapes else 4
@@ -170,14 +169,14 @@ def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[
         table[rows] = predicted[rows] * np.tile(scale(prompt, space, target), width // 2)
         for i, state in zip(rows, statuses(predicted[rows], extent(prompt, space))):
             states[i] = state
-    nowhere = -1.0 if width == 4 else np.inf  # an empty box, a point that is infinitely far
+    nowhere = -1.0 if width == 4 else np.inf  # an empty box, a point at infinity
     return np.where((np.abs(table) < 1e12).all(1, keepdims=True), table, nowhere), states
 
 
 def shares(shapes: Sequence[Shape], prompt: Prompt) -> bool:
-    """Tell whether an answer can only be in shares of the picture: nobody said in which space it
-    is, the right one is in pixels and larger than 2 of them, the picture's size is known, and the
-    numbers lie within 0 and 1, some of them between."""
+    """Tell whether an answer can only be relative to the picture: its space is not given, the right
+    one is in pixels and larger than 2, the picture's size is known, and the numbers lie within 0
+    and 1, some strictly between."""
     values = [value for shape in shapes if shape.space is None for value in shape.values]
     if not all(0 <= value <= 1 for value in values) or all(value in (0, 1) for value in values):
         return False
@@ -193,8 +192,7 @@ def shares(shapes: Sequence[Shape], prompt: Prompt) -> bool:
 
 
 def in_answer(values: Iterable[float], prompt: Prompt) -> list[float]:
-    """Convert right coordinates to the space the model answers in, for writing the ground truth
-    down."""
+    """Convert right coordinates to the space of the model's answers, to write the ground truth."""
     converted = convert(values, scale(prompt, truth_space(prompt), answer_space(prompt)))
     return [int(v) if float(v).is_integer() else round(v, 6) for v in converted]
 
@@ -209,9 +207,9 @@ def matched(
     right: int,
     scores: Callable[[np.ndarray], np.ndarray],
 ) -> Verdict:
-    """Judge the shapes of an answer by pairing them with the ``right`` ones so that the sum of the
-    pairs is largest: that sum over the larger of both numbers. ``scores``: of shapes [N, 2 or 4] in
-    the space of the ground truths -> [N, right]."""
+    """Judge the shapes of an answer by the one-to-one pairing with the ``right`` ones of largest
+    sum: that sum over the larger of both counts. ``scores``: of shapes [N, 2 or 4] in the space of
+    the ground truths -> [N, right]."""
     if parsed.value is None:
         return Verdict(0.0, parsed.status)
     rows, states = in_truth(parsed.value, prompt)

@@ -1,5 +1,4 @@
-"""Checks short answers: a number, a name, a count, an option, a set of labels, a text that was
-read."""
+"""Checks short answers: a number, a name, a count, an option, a set of labels."""
 
 from __future__ import annotations
 
@@ -60,13 +59,13 @@ def accepted(prompt: Prompt) -> list[str]:
 class Answer(Verifiable):
     """Check the final answer: numbers by value and unit, names by normalised equality.
 
-    ``7``, ``7.0`` and ``seven`` are one number, 12 % is 0.12, a unit that one of the two lacks is
-    the other's. Two names are equal but for case, Unicode form, blanks, Markdown, hyphens between
-    words, a final full stop and an article that the right one lacks; parts of a name never count. A
-    prompt may have further ground truths in ``aliases``.
+    ``7``, ``7.0`` and ``seven`` are one number, 12 % is 0.12, a missing unit is taken from the
+    other. Two names are equal up to case, Unicode form, blanks, Markdown, hyphens between words, a
+    final full stop and an article that the right one lacks; parts of a name never count. A prompt
+    may have further ground truths in ``aliases``.
 
     Args:
-        tolerance: of a number, relative to the right one; 0: exact (to 1e-9).
+        tolerance: for a number, relative to the right one; 0: exact (to 1e-9).
     """
 
     def __init__(self, tolerance: Tolerance = 0.0):
@@ -112,11 +111,10 @@ class Answer(Verifiable):
     licence="Apache-2.0",
 )
 class Classification(Answer):
-    """Check that the answer is the class, by normalised equality (and ``aliases``), never as a
-    number.
+    """Check that the answer is the class, by normalised equality (or an alias), never as a number.
 
-    The published reward takes any part of the name, or any text that holds it: an empty answer and
-    "a" score 1 there.
+    The published reward accepts any part of the name, or any text that contains it: an empty answer
+    and "a" score 1 there.
     """
 
     def __init__(self) -> None:
@@ -145,11 +143,11 @@ class Classification(Answer):
 @REWARDS.register("count")
 @card(media="text", needs="answer", low=0, high=1, source="CrowdVLM-R1 (arXiv:2504.03724)")
 class Count(Verifiable):
-    """Check a count: exactly, or the closer the more.
+    """Check a count: exactly, or graded by how close it is.
 
     Args:
-        fuzzy: CrowdVLM-R1's graded reward, ``max(0, 1 - |n - right| / right)``; where the right
-            number is 0 only 0 counts. (The abstract gives the idea; the slope is ours.)
+        fuzzy: CrowdVLM-R1's graded reward, ``max(0, 1 - |n - right| / right)``; if the right number
+            is 0, only 0 counts. (The abstract gives the idea; the slope is our choice.)
         sharpness: power of the fuzzy reward; more than 1 falls faster near the right number.
     """
 
@@ -197,13 +195,13 @@ class Choice(Verifiable):
     """Check the option or options chosen in a multiple choice question.
 
     The answer is letters (``B``, ``(B) a cat``, ``A, C``), an option's number, or its text if the
-    prompt has ``choices``: a list of texts, with their letters or without, or letter -> text. The
-    letter wins over a text; who contradicts himself names nothing. The right one is in ``answer``:
-    a letter, letters, an option's text or a list.
+    prompt has ``choices``: a list of texts, with or without letters, or letter -> text. The letter
+    wins over a text; a contradiction names nothing. The right one is in ``answer``: a letter,
+    letters, an option's text or a list.
 
     Args:
-        partial: "none": all or nothing; "subset": the share that was found, if nothing wrong was
-            named (TW-GRPO); "jaccard": intersection over union.
+        partial: "none": all or nothing; "subset": the share found, if nothing wrong was named
+            (TW-GRPO); "jaccard": intersection over union.
     """
 
     def __init__(self, partial: Literal["none", "subset", "jaccard"] = "subset"):
@@ -260,7 +258,7 @@ def names_text(entry: object, choices: Options) -> bool:
 
 
 def default_labels(right: frozenset[str]) -> tuple[str, ...]:
-    """Return the labels that a question without its options may have: four, or up to the last."""
+    """Return the labels of a question whose options are not given: four, or up to the last."""
     last = max(right)
     if last.isdigit():
         return tuple(str(i + 1) for i in range(max(4, int(last))))
@@ -276,7 +274,7 @@ def _subset(chosen: Set[str], right: Set[str]) -> float:
 
 
 def jaccard(chosen: Set[str], right: Set[str]) -> float:
-    """Compute intersection over union of two sets; 1 of two empty ones."""
+    """Compute intersection over union of two sets; 1 if both are empty."""
     return len(chosen & right) / len(chosen | right) if chosen | right else 1.0
 
 
@@ -293,8 +291,8 @@ class LabelSet(Verifiable):
     empty: 1.
 
     The answer is a JSON list or names separated by commas, semicolons, lines or "and" (which a
-    label that is asked for may hold); an empty set is ``none`` or ``[]``. Duplicates count once;
-    names are compared as in ``answer``.
+    right label may contain); an empty set is ``none`` or ``[]``. Duplicates count once; names are
+    compared as in ``answer``.
     """
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:

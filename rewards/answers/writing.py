@@ -41,7 +41,7 @@ class Transcription(Verifiable):
     Args:
         unit: "character" or "word" (1 minus a word error rate that cannot be more than 1).
         case: whether capitals matter. Runs of blanks count as one, Unicode is compared in NFKC.
-        least: similarities below are 0; 0.5 makes it the ANLS of DocVQA.
+        least: similarities below count as 0; 0.5 gives DocVQA's ANLS.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Transcription(Verifiable):
 
 def bidirectional(a: np.ndarray, b: np.ndarray | None = None) -> float:
     """Compute the bidirectional max-average similarity of unit vectors [N, D], [M, D] (Mixed-R1's
-    BMAS), or of a matrix [N, M] that is given as ``a`` without ``b``: mean over both directions
-    of the mean best match."""
+    BMAS), or of a matrix [N, M] given as ``a`` without ``b``: the mean best match, averaged over
+    both directions."""
     scores = a if b is None else a @ b.T
     return float((scores.max(1).mean() + scores.max(0).mean()) / 2)
 
@@ -106,7 +106,7 @@ class TextSimilarity(Verifiable):
     0..1.
 
     Every token of one text is matched with the most similar one of the other; the two means are
-    averaged, so that neither leaving out nor adding pays.
+    averaged, so that neither omissions nor additions pay.
 
     Args:
         model: a transformers text encoder (folder or hub id), whose last hidden states are compared
@@ -146,7 +146,7 @@ class TextSimilarity(Verifiable):
 
 
 class _Encoder:
-    """Makes unit token embeddings by a transformers encoder, loaded from safetensors."""
+    """Computes unit token embeddings by a transformers encoder, loaded from safetensors."""
 
     def __init__(self, path: str, device: str):
         from transformers import AutoModel, AutoTokenizer
@@ -161,7 +161,7 @@ class _Encoder:
         return bidirectional(self.embed(predicted), self.embed(right))
 
     def embed(self, text: str) -> np.ndarray:
-        """Return unit vectors [N, D] of the tokens, without special ones."""
+        """Return unit vectors [N, D] of the tokens, except special ones."""
         import torch
 
         inputs = self.tokenizer(

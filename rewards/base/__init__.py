@@ -1,1 +1,1 @@
-"""Holds what rewards share: media as frames, fields of a prompt, loading of models, precision."""
+"""Holds what rewards share: media as frames, prompt fields, model loading, precision."""

@@ -1,5 +1,4 @@
-"""Wraps any open_clip model as two functions, pictures -> embeddings and texts -> embeddings, of
-unit length.
+"""Wraps any open_clip model as two functions, pictures or texts -> unit embeddings.
 
 Copies of one model are shared by the rewards that use it.
 """
@@ -43,13 +42,13 @@ class Clip:
         size = self.preprocess_cfg["size"]
         height, width = (size, size) if isinstance(size, int) else size
         self.size = (height, width)
-        # text -> [E] unit vector on the CPU, of full precision
+        # text -> [E] unit vector on the CPU, in float32
         self.texts: LRUCache[str, Tensor] = LRUCache(CACHED_TEXTS)
         self.lock = threading.Lock()
-        self.shared: Clip | None = None  # one among the shared models that this keeps alive
+        self.shared: Clip | None = None  # keeps the shared model alive
 
     def pixels(self, pictures: Tensor, exact: bool = False) -> Tensor:
-        """Prepare [N, 3, H, W] in 0..1 -> [N, 3, *size] as the model wants it; ``exact`` goes
+        """Prepare [N, 3, H, W] in 0..1 -> [N, 3, *size] as the model expects it; ``exact`` goes
         through 8-bit PIL images."""
         if exact:
             return self._through_pil(pictures)
@@ -90,9 +89,8 @@ class Clip:
 
     @torch.no_grad()
     def embed_texts(self, texts: list[str], batch_size: int = 64) -> Tensor:
-        """Embed N texts -> [N, E] unit vectors, float32, on the model's device; each text is
-        embedded once and remembered."""
-        with self.lock:  # rewards that share this model may run side by side
+        """Embed N texts -> [N, E] unit vectors, float32, on the model's device; cached per text."""
+        with self.lock:  # rewards that share this model may run in parallel
             known = (
                 {}
                 if is_lowered()
@@ -152,8 +150,8 @@ def load_clip(model: str, pretrained: str, device: str | torch.device = "auto") 
 
 
 def load_named(clip: str, device: str | torch.device = "auto") -> Clip:
-    """Load the model of one text: ``name/tag`` of open_clip, or anything else that ``load_clip``
-    takes."""
+    """Load the model named by one string: ``name/tag`` of open_clip, or anything else that
+    ``load_clip`` takes."""
     return load_clip(*split_name(clip), device)
 
 
@@ -172,7 +170,7 @@ def split_name(clip: str) -> tuple[str, str]:
 
 
 def resolve(model: str, pretrained: str) -> tuple[str, str | None]:
-    """Return the two names ``open_clip.create_model`` wants; a folder or hub id brings its own
+    """Return the two arguments of ``open_clip.create_model``; a folder or hub id has its own
     weights (tag None)."""
     import open_clip
 
@@ -210,7 +208,7 @@ def checked_tag(model: str, pretrained: str) -> str:
 
 
 def hub_id(name: str, tag: str | None) -> str:
-    """Return the repository of the hub that open_clip loads a model from; "" for another place."""
+    """Return the hub repository that open_clip loads a model from; "" if none."""
     import open_clip
 
     if tag is None:

@@ -1,4 +1,4 @@
-"""Opens the files that prompts name, and none that the sender of a request names."""
+"""Opens files named in prompts, but none named by the sender of a request."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from typing import Any
 
 from mmrl.core.types import Media, Prompt
 
-# The places that strings of the request that is being scored would mean; None: the prompts are the
-# user's own. A thread that is started for a call must take the context along.
+# Paths named by strings of the request being scored; None: the prompts are the user's own. A thread
+# started for a call must copy the context.
 _named: ContextVar[Named | None] = ContextVar("places named by a request", default=None)
 PATH = 4096  # characters of the longest path that an operating system takes
 
 
 class Named:
-    """Holds the strings of a request; what they would mean as paths is worked out when a file is
-    opened."""
+    """Holds the strings of a request; they are resolved as paths when a file is opened."""
 
     def __init__(self, media: Media, prompts: Sequence[Prompt]):
         self.texts = media if isinstance(media, list) else []
@@ -33,22 +32,22 @@ class Named:
 
 
 class NoPath(PermissionError):
-    """Signals that the sender of a request wants a file opened. It says nothing of the file."""
+    """Signals that the sender of a request names a file. It reveals nothing about the file."""
 
     def __init__(self) -> None:
         super().__init__("a field of a request is never a path")
 
 
 def of_a_request() -> bool:
-    """Tell whether what is being scored came from the sender of a request."""
+    """Tell whether the samples being scored came in a request."""
     return _named.get() is not None
 
 
 def open_picture(path: str | Path) -> Any:
-    """Open the picture that a field of a prompt names, as a PIL image.
+    """Open the picture named in a prompt's field, as a PIL image.
 
     Raises:
-        OSError: it cannot be opened; ``NoPath`` where the prompt is of a request.
+        OSError: it cannot be opened; ``NoPath`` if the prompt came in a request.
     """
     from PIL import Image
 
@@ -59,11 +58,10 @@ def open_picture(path: str | Path) -> Any:
 
 @contextmanager
 def request(media: Media, prompts: Sequence[Prompt]) -> Iterator[None]:
-    """Open no file by a string of these samples and prompts inside, whatever reward asks for it.
+    """Inside, refuse to open any file named by a string of these samples and prompts.
 
-    Our rewards open pictures by ``open_picture``. For all others ``open`` itself is watched: what a
-    reward of a user opens by a string as it stands in the request is refused, whether it exists or
-    not.
+    mmrl's rewards open pictures by ``open_picture``. For others an audit hook on ``open`` refuses
+    any path that is a string of the request, whether it exists or not.
     """
     _watch_open()
     token = _named.set(Named(media, prompts))
@@ -93,7 +91,7 @@ def place_of(path: str) -> str:
 
 @cache
 def _watch_open() -> None:
-    """Watch from now on what this process opens; a hook cannot be taken away again."""
+    """Install the audit hook on ``open``; it cannot be removed."""
     sys.addaudithook(_refuse)
 
 

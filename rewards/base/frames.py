@@ -1,5 +1,4 @@
-"""Provides the base of rewards that score picture by picture: frames in batches, broken ones
-NaN."""
+"""Provides the base of rewards that score single pictures: frames in batches, broken ones NaN."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ BatchSize = Annotated[int, Ge(1)]
 
 
 class FrameReward(ABC):
-    """Scores pictures one by one; of a video, it is the mean over the frames.
+    """Scores pictures one by one; for a video, the mean over its frames.
 
-    A subclass gives ``score``, and ``conditions`` if something is to be made of the prompts first.
+    A subclass defines ``score``, and ``conditions`` if prompts are preprocessed.
 
     Args:
         batch_size: pictures in one forward pass.
         device: ``auto`` is CUDA if there is one.
     """
 
-    name: ClassVar[str]  # as it is registered, for messages
+    name: ClassVar[str]  # registered name, for messages
 
     def __init__(self, batch_size: BatchSize = 32, device: str = "auto"):
         self.batch_size = batch_size
@@ -49,7 +48,8 @@ class FrameReward(ABC):
             return each_frame(media, self.name, self.batch_size, score)
 
     def conditions(self, prompts: list[Prompt]) -> list[Any] | Tensor:
-        """Return what ``score`` takes of each of the B prompts, made once for all their frames."""
+        """Return the conditions of the B prompts for ``score``, computed once for all their
+        frames."""
         return prompts
 
     @abstractmethod
@@ -58,7 +58,7 @@ class FrameReward(ABC):
 
 
 class PromptReward(FrameReward):
-    """Judges pictures, as a ``FrameReward``, by the texts of their prompts."""
+    """A ``FrameReward`` whose conditions are the texts of the prompts."""
 
     def conditions(self, prompts: list[Prompt]) -> list[str]:
         return texts_of(prompts, self.name)
@@ -67,8 +67,8 @@ class PromptReward(FrameReward):
 def each_frame(
     media: Tensor, reward: str, batch_size: int, score: Callable[[Tensor, list[int]], Tensor]
 ) -> Tensor:
-    """Return the mean over its frames of the score of every sample, outside autocast; with a
-    gradient where the media ask for one.
+    """Return the score of every sample, averaged over its frames, outside autocast; differentiable
+    if the media require a gradient.
 
     Args:
         media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1.

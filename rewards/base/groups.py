@@ -1,4 +1,4 @@
-"""Finds the samples of a batch that belong together: those of one prompt."""
+"""Finds the groups of a batch: the samples of one prompt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mmrl.core.types import Prompt
 
 
 def groups_of(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the rows of every group: those with one ``group``, or without it neighbours with one
-    prompt."""
+    """Return the rows of every group: those with the same ``group`` or, without it, neighbours with
+    the same prompt."""
     rows_of_group: dict[Any, list[int]] = {}
     run = 0
     for row, prompt in enumerate(prompts):
@@ -21,8 +21,7 @@ def groups_of(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def alike(first: Prompt, second: Prompt) -> bool:
-    """Tell whether two prompts are the same object, or equal; what cannot be compared is not
-    equal."""
+    """Tell whether two prompts are the same object, or equal; incomparable ones are not."""
     if first is second:
         return True
     try:

@@ -1,9 +1,9 @@
-"""Loads models and processors of transformers, by hub id or folder: frozen, in eval mode, shared by
-all rewards.
+"""Loads models and processors of transformers, by hub id or folder: frozen, in eval mode, shared
+among rewards.
 
-A processor comes in two forms: ``tensor`` works on the floats as they are (torchvision,
-antialiased, differentiable), ``pil`` rounds to 8 bits and resizes with PIL, as the published scores
-were computed.
+A processor comes in two forms: ``tensor`` works on floats (torchvision, antialiased,
+differentiable), ``pil`` rounds to 8 bits and resizes with PIL, as the published scores were
+computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES: dict[Precision, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-POOLER = ("pooler.",)  # a layer that many encoders are published without
+POOLER = ("pooler.",)  # a layer missing from many published encoders
 _shared: WeakValueDictionary[tuple[Any, ...], torch.nn.Module] = WeakValueDictionary()
 
 
@@ -42,8 +42,8 @@ def load_model(
     dtype: Precision = "float32",
     unread: Sequence[str] = (),
 ) -> Any:
-    """Load ``transformers.<kind>.from_pretrained(path)``, frozen; the global random numbers are
-    left alone. ``unread``: parts of names of weights that the reward does not use.
+    """Load ``transformers.<kind>.from_pretrained(path)``, frozen; the global random state is
+    unchanged. ``unread``: name parts of weights that the reward does not use.
 
     Raises:
         UserError: no such folder, no network, a folder of another kind of model.
@@ -67,7 +67,7 @@ def load_class(
     model = _shared.get(key)
     if model is None:
         try:
-            with torch.random.fork_rng(devices=[]):  # missing weights are drawn
+            with torch.random.fork_rng(devices=[]):  # missing weights are drawn at random
                 model = load_network(entry, place, dtype=DTYPES[dtype], unread=unread)
         except UserError as error:
             raise UserError(missing(entry.__name__, place, error)) from error
@@ -90,7 +90,7 @@ def load_processor(kind: str, path: str, **options: Any) -> Any:
 
 def place_of(path: str) -> str:
     """Resolve a ``world:`` artifact, a folder that exists, or a hub id. Raises UserError within
-    seconds for a model that the hub does not give."""
+    seconds for a model that is not on the hub."""
     place = locate(path)
     folder = Path(place).expanduser()
     if folder.is_dir():
@@ -112,7 +112,7 @@ def missing(kind: str, place: str, error: Exception) -> str:
 
 
 class Eyes:
-    """Applies the image processor of a model: pictures -> what the model takes."""
+    """Applies the image processor of a model: pictures -> model inputs."""
 
     def __init__(self, path: str, preprocess: Preprocess = "tensor"):
         self.exact = preprocess == "pil"

@@ -1,5 +1,5 @@
-"""Names the models of the hub that a reward will load, before it is built: rewards that only judge
-at the end of a run are asked for at its start."""
+"""Names the hub models that a reward will load, before it is built, so that rewards needed only at
+the end of a run are checked at its start."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from mmrl.core.registry import options
 
-# options in which rewards take a model or a file of one
+# options of rewards that hold a model or a file of one
 OPTIONS = {"model", "path", "weights", "base", "processor", "clip", "detector", "head"}
-PLACES = ("world:", "local-dir:", "~", ".", "/")  # how what is no model of the hub begins
+PLACES = ("world:", "local-dir:", "~", ".", "/")  # prefixes of what is not on the hub
 
 
 def hub_models(entry: Callable[..., Any], chosen: Mapping[str, Any]) -> list[str]:
-    """List the repositories that a reward of ours needs with these options; those of other
-    packages are not known."""
+    """List the repositories that a reward of mmrl needs with these options; those of other packages
+    are unknown."""
     ours = (getattr(entry, "__module__", None) or "").startswith("rewards.")
-    if not ours or "url" in chosen:  # a server has its own names
+    if not ours or "url" in chosen:  # a server has its own model names
         return []
     defaults = {
         name: parameter.default
@@ -30,7 +30,7 @@ def hub_models(entry: Callable[..., Any], chosen: Mapping[str, Any]) -> list[str
 
 def _repositories(chosen: Mapping[str, Any]) -> Iterator[str]:
     for name, value in chosen.items():
-        if hasattr(value, "entry"):  # a judge, checked and not yet built
+        if hasattr(value, "entry"):  # a judge, checked but not yet built
             yield from hub_models(value.entry, value.options)
         elif name in OPTIONS and isinstance(value, str) and not value.startswith(PLACES):
             tag = chosen.get("pretrained")
@@ -38,8 +38,8 @@ def _repositories(chosen: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _repository(value: str, tag: str | None) -> Iterator[str]:
-    """Yield the repository that an option means: ``owner/name``, a file below it, or that of an
-    open_clip model, by its name and ``tag`` or as ``name/tag``."""
+    """Yield the repository of an option: ``owner/name``, a file below it, or that of an open_clip
+    model, by its name and ``tag`` or as ``name/tag``."""
     if value.startswith("hf-hub:"):
         yield value.removeprefix("hf-hub:")
         return
@@ -55,7 +55,7 @@ def _repository(value: str, tag: str | None) -> Iterator[str]:
 def _is_open_clip(name: str) -> bool:
     try:
         import open_clip
-    except ImportError:  # the reward says so when it is built
+    except ImportError:  # the reward raises when it is built
         return False
     return name in open_clip.list_models()
 

@@ -11,10 +11,10 @@ from mmrl.core.errors import UserError
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number of every line that is not empty, from 1, and what it holds. Raises UserError
-    with the line of a mistake."""
+    """Yield the number, from 1, and value of every non-empty line. Raises UserError with the line
+    of a mistake."""
     try:
-        # not splitlines: a text in JSON may hold other ends of lines, such as U+2028
+        # not splitlines: JSON strings may contain other line ends, such as U+2028
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error

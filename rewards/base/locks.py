@@ -1,7 +1,7 @@
-"""Lets one caller at a time use a model that several rewards share, as they run in threads.
+"""Locks models that several rewards share, since rewards run in threads.
 
-Generation keeps state in some models (the positions of Qwen2-VL's pictures), and fast tokenizers
-refuse a second caller while they pad.
+Some models keep state during generation (Qwen2-VL's picture positions), and fast tokenizers are not
+re-entrant while they pad.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ _guard = threading.Lock()
 
 
 def lock_of(model: nn.Module) -> threading.RLock:
-    """Return the lock of this model: the same one for everybody who holds it."""
+    """Return the lock of this model, one per model object."""
     with _guard:
         return _locks.setdefault(model, threading.RLock())

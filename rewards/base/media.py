@@ -54,7 +54,7 @@ def resize_and_crop(
 ) -> Tensor:
     """Resize [N, 3, H, W] in 0..1 -> [N, 3, *size] in 0..1, antialiased, in float32.
 
-    ``shortest``: cover the target and cut the middle out; ``longest``: fit inside it and pad with
+    ``shortest``: cover the target and crop the centre; ``longest``: fit inside it and pad with
     ``fill``; ``squash``: ignore the aspect ratio. Bicubic overshoot is clamped, as it is in 8-bit
     PIL images.
     """
@@ -88,7 +88,7 @@ def inner_size(source: tuple[int, int], target: tuple[int, int], mode: str) -> t
 
 
 def pad_or_crop(pictures: Tensor, size: tuple[int, int], fill: float) -> Tensor:
-    """Pad or crop [N, 3, H, W] -> [N, 3, *size] around the middle; an odd pixel of padding goes
+    """Pad or crop [N, 3, H, W] -> [N, 3, *size] around the centre; an odd pixel of padding goes
     right and below."""
     missing_h, missing_w = (max(0, t - s) for s, t in zip(pictures.shape[-2:], size, strict=True))
     if missing_h or missing_w:

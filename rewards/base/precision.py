@@ -1,5 +1,4 @@
-"""Sets what a reward computes in: float32, whatever its caller trains in, unless a lower precision
-is set."""
+"""Sets the precision of rewards: float32, whatever the policy trains in, unless lowered."""
 
 from __future__ import annotations
 
@@ -13,14 +12,13 @@ _lowered: ContextVar[bool] = ContextVar("lowered", default=False)
 
 
 def is_lowered() -> bool:
-    """Tell whether a lower precision is set here."""
+    """Tell whether a lower precision is set."""
     return _lowered.get()
 
 
 @contextmanager
 def own_precision(device_type: str) -> Iterator[None]:
-    """Disable autocast inside, so that a score does not depend on the policy's; inside ``lowered``
-    its autocast stays."""
+    """Disable the policy's autocast inside; inside ``lowered``, that autocast stays."""
     if _lowered.get():
         yield
     else:
@@ -30,7 +28,7 @@ def own_precision(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def lowered(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Autocast to ``dtype`` for whatever rewards compute inside."""
+    """Autocast rewards to ``dtype`` inside."""
     token = _lowered.set(True)
     try:
         with torch.autocast(device_type, dtype):

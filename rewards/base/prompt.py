@@ -1,4 +1,4 @@
-"""Reads fields of a prompt: its text, and pictures given as a file, a PIL image or a tensor."""
+"""Reads prompt fields: the text, and pictures given as a file, a PIL image or a tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rewards.base.files import open_picture
 
 
 def field_of(prompt: Prompt, field: str, reward: str, kind: type = str) -> Any:
-    """Return the value of a field, of the type that the reward wants.
+    """Return the value of a field, of the type that the reward expects.
 
     Raises:
         UserError: it is missing or of another type.
@@ -39,8 +39,8 @@ def texts_of(prompts: list[Prompt], reward: str, field: str = "text") -> list[st
 
 
 def picture_of(prompt: Prompt, field: str, reward: str) -> Tensor:
-    """Read a picture [3, H, W] in 0..1 of a field that holds a file name, a PIL image, a tensor [3,
-    H, W] or a list of them."""
+    """Read a picture [3, H, W] in 0..1 from a field that holds a file name, a PIL image, a tensor
+    [3, H, W] or a list of them."""
     value = prompt.get(field)
     if isinstance(value, (list, tuple)) and value:
         value = value[0]

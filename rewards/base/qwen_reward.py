@@ -1,9 +1,9 @@
 """Builds Qwen2-VL with a reward head read at special tokens: the network under HPSv3 and
 VideoAlign.
 
-The published code hands the language model embeddings without grids, so that all tokens, also those
-of pictures, get plain positions 0, 1, 2, ... and not Qwen2-VL's three-dimensional ones. The weights
-were trained like that.
+The published code passes embeddings without grids to the language model, so that all tokens, also
+those of pictures, get positions 0, 1, 2, ... instead of Qwen2-VL's three-dimensional ones. The
+weights were trained that way.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class QwenReward(nn.Module):
         return next(self.backbone.parameters()).device
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Map what a processor makes of N prompts -> [N, S, D]: the head's D outputs at each of the
-        S special tokens."""
+        """Map the processor's output for N prompts -> [N, S, D]: the head's D outputs at each of
+        the S special tokens."""
         ids = batch["input_ids"]
         places = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
         # [N, T, W]
@@ -52,7 +52,7 @@ class QwenReward(nn.Module):
 
 def last_place(ids: Tensor, token: int) -> Tensor:
     """Find in [N, T] the position [N] of the last occurrence of a token, so that one in the user's
-    prompt changes nothing."""
+    prompt has no effect."""
     matches = ids == token
     if not matches.any(1).all():
         raise UserError(
@@ -73,7 +73,7 @@ def load_network(
     float32.
 
     Args:
-        tensors: by name, of any version of transformers.
+        tensors: by name, from any version of transformers.
         base: where the configuration of Qwen2-VL is.
         tokens: ids of the special tokens.
         dtype: of the backbone.
@@ -103,7 +103,7 @@ def load_network(
 
 
 def load_backbone(tensors: dict[str, Tensor], base: str, dtype: Precision) -> nn.Module:
-    """Build Qwen2-VL without its language head, of these tensors and no others."""
+    """Build Qwen2-VL without its language head, from exactly these tensors."""
     from transformers import Qwen2VLModel
 
     config = load_processor("Qwen2VLConfig", base)
@@ -136,7 +136,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return names without peft's wrapper; of modules trained whole, the trained copy."""
+    """Return names without peft's wrapper; for fully trained modules, the trained copy."""
     weights = {}
     for name, value in tensors.items():
         name = name.removeprefix(WRAPPER).replace(".base_layer.", ".")
@@ -146,7 +146,7 @@ def unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(tensors: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """Add low-rank adapters to what they adapt: W + alpha / rank B A."""
+    """Merge low-rank adapters into their weights: W + alpha / rank B A."""
     plain = {name: value for name, value in tensors.items() if not LORA.search(name)}
     for name, down in tensors.items():
         match = LORA.search(name)
@@ -160,8 +160,8 @@ def merged(tensors: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
 
 
 def modern(name: str) -> str:
-    """Translate a name of Qwen2-VL of any transformers version to ``Qwen2VLModel``'s present
-    one."""
+    """Translate a weight name of Qwen2-VL from any transformers version to ``Qwen2VLModel``'s
+    current one."""
     if name.startswith("rm_head."):
         return name
     name = name.removeprefix("model.")
@@ -199,7 +199,7 @@ def load_tools(base: str, tokens: list[str], exact: bool) -> tuple[Any, list[int
 
 
 def chats(tools: Any, kind: str, texts: list[str]) -> list[str]:
-    """Write one user message of a picture or a video and a text each, as the chat template does."""
+    """Write one user message each, a picture or a video and a text, by the chat template."""
     return [
         tools.apply_chat_template(
             [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": text}]}],

@@ -1,5 +1,4 @@
-"""Reads checkpoints that are one file, on disk or on the hub, without executing anything they may
-hold."""
+"""Reads single-file checkpoints, on disk or on the hub, without executing code in them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def fetch(where: str, what: str) -> Path:
     check_repository(repo)
     try:
         return Path(hf_hub_download(repo, name))
-    except Exception as error:  # the hub has a dozen types for "cannot be had"
+    except Exception as error:  # the hub has a dozen exception types for "not available"
         raise UserError(
             f"no {what} checkpoint: {where} is neither a file nor in the hub cache and "
             f"cannot be downloaded "

@@ -1,5 +1,5 @@
-"""Says once that a reward reads the beginning of prompts alone: text encoders like CLIP's take 77
-tokens, and cut what is longer without a word."""
+"""Warns once that a reward truncates prompts: text encoders like CLIP's take 77 tokens, and
+silently drop the rest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SHOWN = 40  # characters of a prompt
 
 
 class Beginning:
-    """Watches the texts that a reward is given until one is longer than ``limit`` tokens.
+    """Watches the texts of a reward until one is longer than ``limit`` tokens.
 
-    ``lengths`` counts the tokens of texts, not cut.
+    ``lengths`` counts the tokens of texts, not truncated.
     """
 
     def __init__(self, reward: str, limit: int, lengths: Callable[[list[str]], list[int]]):
@@ -26,7 +26,7 @@ class Beginning:
         self.told = False
 
     def look(self, texts: Sequence[str]) -> None:
-        """Log a sentence at the first texts that are too long."""
+        """Log a warning at the first texts that are too long."""
         # a token has a byte at least
         suspects = list({t for t in texts if len(t.encode(errors="replace")) + 2 > self.limit})
         if self.told or not suspects:
@@ -55,8 +55,8 @@ def of_transformers(reward: str, tokenizer: Callable[..., Any], limit: int) -> B
 
 
 def of_open_clip(reward: str, tokenizer: Callable[..., Tensor], limit: int) -> Beginning:
-    """Watch for a tokenizer of open_clip, which pads to its length: a text is longer where twice
-    the places begin otherwise, since a cut one ends in the token of the end."""
+    """Watch for a tokenizer of open_clip, which pads to its length: a text is too long if encoding
+    it at twice the length changes the first half, since a truncated text ends in the end token."""
 
     def lengths(texts: list[str]) -> list[int]:
         short, wide = tokenizer(texts), tokenizer(texts, context_length=2 * limit)

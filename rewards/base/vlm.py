@@ -1,8 +1,8 @@
-"""Asks a vision-language model of transformers about pictures: what comes next, how likely an
-answer is.
+"""Asks a vision-language model of transformers about pictures: next-token probabilities, the
+likelihood of an answer.
 
-Not the object that a ``local`` judge holds: generation keeps state in some models, and rewards run
-side by side.
+Not shared with a ``local`` judge: generation keeps state in some models, and rewards run in
+parallel.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LocalVLM:
     def likelihood(self, pictures: Tensor, questions: list[str], answers: list[str]) -> Tensor:
         """Return the mean log-probability [N] of the tokens of each answer."""
         ids = [self.tokenizer(answer, add_special_tokens=False).input_ids for answer in answers]
-        # padded on the left: answers end each row
+        # left-padded: answers end each row
         logits = self._logits(pictures, questions, answers).log_softmax(-1)
         rows = []
         for row, tokens in zip(logits, ids, strict=True):
@@ -68,7 +68,7 @@ class LocalVLM:
         return logits.float()
 
     def write(self, question: str) -> str:
-        """Write the question after a picture, as the model wants it, up to where its answer
+        """Write the question after a picture in the model's format, up to where its answer
         begins."""
         message = [
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}

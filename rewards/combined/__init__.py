@@ -1,1 +1,1 @@
-"""Makes rewards of rewards."""
+"""Combines rewards into new ones."""

@@ -1,5 +1,4 @@
-"""Asks a second judge where a first one refuses: as the reward itself, or to learn how often the
-first is wrong."""
+"""Fallback judges: as the reward itself, or to estimate how often the first judge is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from rewards.card import card, card_of
 from rewards.combined.members import counters_of, merged, rows_of, scores_of
 
 Part = Annotated[Reward, REWARDS]
-LEAST_TRUTH = 0.05  # 1 - fp - fn is not let below: a division by it must stay bounded
+LEAST_TRUTH = 0.05  # lower bound of 1 - fp - fn, so that a division by it stays bounded
 
 
 @REWARDS.register("fall_back")
@@ -27,23 +26,21 @@ LEAST_TRUTH = 0.05  # 1 - fp - fn is not let below: a division by it must stay b
     scaling="that of its parts, which must be alike",
 )
 class FallBack:
-    """Ask a second reward only about samples that the first one refuses (TinyV): second where first
-    <= above.
+    """Fallback judge (TinyV): a second reward scores only the samples that the first one rejects.
 
-    R = first where first > above, else max(first, second). TinyV (Xu et al. 2025): a small model
-    checks again what a rule calls wrong, since rules reject many right answers. A sample for which
-    the first has no value is asked about too (our reading); one for which the second has none has
-    none.
+    R = first if first > above, else max(first, second). TinyV (Xu et al. 2025): a small model
+    rechecks what a rule calls wrong, since rules reject many right answers. A sample that the first
+    cannot score also goes to the second (our reading); one that the second cannot score is NaN.
 
     Args:
         first: the cheap reward, such as ``answer``.
-        second: the reward that is asked about refused samples, such as a judge.
-        above: values of the first up to this are refusals.
+        second: the reward of rejected samples, such as a judge.
+        above: values of the first up to this are rejections.
 
     Attributes:
-        checked: samples the second was asked about so far.
-        rescued: those of them that it gave more than ``above``. Both are curves of the log,
-            ``judged/<name>/checked`` and ``rescued``: their quotient is the rescue rate.
+        checked: samples scored by the second so far.
+        rescued: those of them that it gave more than ``above``. Both are logged, as
+            ``judged/<name>/checked`` and ``rescued``; their quotient is the rescue rate.
     """
 
     def __init__(self, first: Part, second: Part, above: float = 0.0):
@@ -81,7 +78,7 @@ class FallBack:
         self.rescued += int((second > self.above).sum())
         first = values[rows].nan_to_num(nan=-torch.inf)
         values = values.clone()
-        values[rows] = torch.maximum(first, second)  # NaN where the second is
+        values[rows] = torch.maximum(first, second)  # NaN if the second is
         return values
 
 

@@ -1,5 +1,5 @@
-"""Sends samples to a reward for each task of a mixture, in which some prompts get images and others
-texts."""
+"""Routes samples to the reward of their task in a mixture, in which some prompts get images and
+others texts."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Routes(ABC):
 
     @abstractmethod
     def described(self, cards: list[Card]) -> dict[str, Any]:
-        """Return what else the card says, by those of the parts. Raises UserError."""
+        """Return the other fields of the card, merged from the parts. Raises UserError."""
 
     def route_of(self, prompt: Prompt) -> Reward | None:
-        """Return the reward of a prompt; None where none is for its task."""
+        """Return the reward of a prompt; None if its task has none."""
         task = prompt.get(self.by)
         return self.default if task is None else self.routes.get(str(task), self.default)
 
     def rows_by_route(self, prompts: Sequence[Prompt]) -> list[tuple[Reward | None, list[int]]]:
-        """List each reward with its rows, which it judges at once."""
+        """List each reward with its rows, which it scores in one batch."""
         rows: dict[int, tuple[Reward | None, list[int]]] = {}
         for i, prompt in enumerate(prompts):
             route = self.route_of(prompt)
@@ -64,8 +64,8 @@ class Routes(ABC):
 @REWARDS.register("by_task")
 @card(source="PairUni (arXiv:2510.25682)", scaling="as the routes")
 class ByTask(Routes):
-    """Send each sample to the reward of its task in a mixture; the prompt's field ``task`` says
-    which.
+    """Send each sample to the reward of its task in a mixture, named in the prompt's field
+    ``task``.
 
     Args:
         routes: task -> a reward and its options, such as ``{generate: hpsv2, understand: choice}``.
@@ -83,7 +83,7 @@ class ByTask(Routes):
         return {"of": "group" if any(card.of == "group" for card in cards) else "sample"}
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """Score [B]; every route sees its rows at once, pictures of one size as a tensor."""
+        """Score [B]; every route gets its rows in one batch, pictures of one size as a tensor."""
         scores = torch.full((len(prompts),), math.nan)
         for route, rows in self.rows_by_route(prompts):
             if route is not None:
@@ -92,10 +92,10 @@ class ByTask(Routes):
         return scores
 
     def causes(self) -> str:
-        """Return why samples have no value, as far as the routes can say."""
+        """Return why samples have no value, as far as the routes report it."""
         reasons = [str(part.causes()) for part in self.parts if hasattr(part, "causes")]
         return "; ".join(dict.fromkeys(filter(None, reasons)))
 
     def counters(self) -> dict[str, float]:
-        """Return what the routes count, ``<task>/<counter>``."""
+        """Return the counters of the routes, ``<task>/<counter>``."""
         return counters_of({**self.routes, **({"default": self.default} if self.default else {})})

@@ -1,5 +1,4 @@
-"""Changes what a reward pays by what else is known: a baseline answer, an opposite text, how sure
-the model was."""
+"""Calibrates a reward by a baseline answer, an opposite text, or the model's confidence."""
 
 from __future__ import annotations
 
@@ -27,19 +26,18 @@ Part = Annotated[Reward, REWARDS]
     scaling="sigmoid of the difference, or the difference",
 )
 class Calibrated:
-    """Measure a reward against that of a baseline answer: sigmoid(r - r_baseline) (CGPO).
+    """Compare a reward with that of a baseline answer: sigmoid(r - r_baseline) (CGPO).
 
-    The calibration of CGPO (Xu et al. 2024): it brings prompts on which the reward model has
-    different scales together. The field of the prompt holds a baseline sample: an answer where
-    answers are judged; a picture (file, PIL image or tensor) where pictures are, resized to the
-    samples' size; a tensor [F, 3, H, W] where videos are. A number is the baseline's score itself,
-    measured before.
+    The calibration of CGPO (Xu et al. 2024): it aligns prompts on which the reward model has
+    different scales. The field of the prompt holds a baseline sample: an answer for texts; a
+    picture (file, PIL image or tensor) for images, resized to the samples' size; a tensor [F, 3, H,
+    W] for videos. A number is the baseline's precomputed score.
 
     Args:
         of: the reward; one of single samples.
         field: field of the prompts that holds the baseline.
-        sigmoid: False pays the difference itself.
-        temperature: what the difference is divided by.
+        sigmoid: False returns the difference itself.
+        temperature: divides the difference.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class Calibrated:
             )
         bounds = (0, 1) if sigmoid else (None, None)
         needs = tuple(dict.fromkeys((*inner.needs, field)))
-        added = () if "text" in inner.media else (field,)  # of texts, it is an answer
+        added = () if "text" in inner.media else (field,)  # for texts, it is an answer
         pictures = (*inner.pictures, *added)
         self.card = Card(
             media=inner.media, needs=needs, pictures=pictures, low=bounds[0], high=bounds[1]
@@ -70,7 +68,7 @@ class Calibrated:
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         (values,) = scores_of([self.of], media, prompts)
         baselines = torch.zeros_like(values)
-        for rows in groups_of(prompts):  # one answer of the reward for all samples of a prompt
+        for rows in groups_of(prompts):  # one score for all samples of a prompt
             baselines[rows] = self._baseline(media, prompts[rows[0]])
         gaps = (values - baselines) / self.temperature
         return gaps.sigmoid() if self.sigmoid else gaps
@@ -108,17 +106,18 @@ class Calibrated:
     scaling="alpha r(positive) - beta r(negative)",
 )
 class TextContrast:
-    """Score the fit to a positive text less the fit to a negative one (CLG, contrast of goals).
+    """Score the match with a positive text minus that with a negative one (contrasting language
+    goals).
 
-    Contrasting language goals (VLM-RL, Huang et al. 2024): R = alpha r(sample, positive) - beta
-    r(sample, negative). The reward is asked twice, with the ``text`` of the prompt replaced. The
-    paper's r is CLIP's cosine; any reward of a text will do.
+    VLM-RL (Huang et al. 2024): R = alpha r(sample, positive) - beta r(sample, negative). The reward
+    is called twice, with the prompt's ``text`` replaced. The paper's r is CLIP's cosine; any reward
+    of a text will do.
 
     Args:
         of: the reward that reads ``text``, such as ``clip_score`` or ``judge_yes_no``.
         positive: field of the prompts with the text that is wanted.
         negative: field with the text that is not.
-        negative_text: one such text for all prompts, in place of a field.
+        negative_text: one such text for all prompts, instead of a field.
         alpha: weight of the positive text.
         beta: weight of the negative one.
     """
@@ -174,21 +173,21 @@ class TextContrast:
     scaling="-high to high; 0 to high without signed",
 )
 class ConfidenceWeighted:
-    """Weigh a 0/1 reward by how sure the model was, within bounds (ConfClip).
+    """Weight a 0/1 reward by the model's clipped confidence (ConfClip).
 
-    R = y clip(c, low, high), y = 2 r - 1 for ``signed``, else r; c = exp(confidence), of
-    ``mean_logprob`` the geometric mean of the probabilities of the answer's tokens. ConfClip (Zhang
-    et al. 2025) weighs the verified outcome by the confidence and clips it; the form of y, of c and
-    the bounds are our reading. For pictures and videos give a ``confidence`` that judges them, with
-    ``scale: raw``.
+    R = y clip(c, low, high), y = 2 r - 1 for ``signed``, else r; c = exp(confidence); with
+    ``mean_logprob``, the geometric mean of the token probabilities. ConfClip (Zhang et al. 2025)
+    weights the verified outcome by the clipped confidence; the form of y, of c and the bounds are
+    our reading. For pictures and videos give a ``confidence`` that judges them, with ``scale:
+    raw``.
 
     Args:
         of: a reward of 0..1.
-        confidence: the reward that says how sure the model was; None: ``mean_logprob``.
-        scale: exp for log-probabilities, raw for what is a share already.
-        low: least weight, so that an unsure answer counts too.
+        confidence: the reward that measures confidence; None: ``mean_logprob``.
+        scale: exp for log-probabilities, raw for values in 0..1.
+        low: smallest weight, so that an unsure answer also counts.
         high: largest weight.
-        signed: whether a wrong answer costs.
+        signed: whether a wrong answer is penalised.
     """
 
     def __init__(

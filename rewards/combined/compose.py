@@ -1,9 +1,7 @@
-"""Makes rewards of rewards: gated, conservative over several judges, constrained, bounded,
-corrected.
+"""Combines rewards: gated, ensembled, constrained, bounded, noise-corrected.
 
 The parts are written in the configuration as rewards are, a name or ``{name: {options}}``: ``gate:
-{main: ocr, extra: {aesthetic: {scale: 0.1}}, above: 0.5}``. A value that a part could not give is
-NaN in the whole.
+{main: ocr, extra: {aesthetic: {scale: 0.1}}, above: 0.5}``. If a part is NaN, so is the whole.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ Rate = Annotated[float, Ge(0), Lt(1)]
     scaling="main + weight extra",
 )
 class Gate:
-    """Pay a main reward, and an extra one only where the main one is above a threshold.
+    """Add an extra reward only if the main one reaches a threshold (gated reward).
 
     Gated reward accumulation: R = main + weight * extra * 1[main >= above]. The extra reward cannot
     be earned instead of the main one.
@@ -44,7 +42,7 @@ class Gate:
         self.card = merged([main, extra])
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """Return [B], or [B, K] where one of the two is of steps."""
+        """Return [B], or [B, K] if one of the two is of steps."""
         main, extra = scores_of([self.main, self.extra], media, prompts)
         return torch.where(main >= self.above, main + self.weight * extra, main)
 
@@ -55,14 +53,14 @@ class Gate:
     scaling="that of its parts, which must be alike",
 )
 class Ensemble:
-    """Combine several judges of one thing: the worst, the mean less their disagreement, a product.
+    """Combine several judges: the worst, the mean minus their disagreement, a product.
 
     Reward model ensembles (Coste et al. 2023): worst-case optimisation, min_i r_i, and
     uncertainty-weighted optimisation, mean_i r_i - penalty * mean_i (r_i - mean)^2. Bring the parts
-    to one scale first. Besides, for parts that are not judges of one thing: ``best``, max_i r_i;
-    ``product``, prod_i r_i, where one 0 cannot be made up for; ``geometric``, the n-th root of the
-    product, which needs parts of 0 and more. ``variance``, mean_i (r_i - mean)^2 alone, is what
-    uncertainty-aware RLHF (Banerjee and Gopalan 2024) multiplies a sample's KL by: with weight 0,
+    to one scale first. Also, for parts that judge different things: ``best``, max_i r_i;
+    ``product``, prod_i r_i, where one 0 makes the whole 0; ``geometric``, the n-th root of the
+    product, which needs non-negative parts. ``variance``, mean_i (r_i - mean)^2 alone, is the
+    factor of a sample's KL in uncertainty-aware RLHF (Banerjee and Gopalan 2024): with weight 0,
     named in ``kl: {where: reward, uncertainty: ...}``.
     """
 
@@ -84,7 +82,7 @@ class Ensemble:
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         each = torch.stack(torch.broadcast_tensors(*scores_of(self.of, media, prompts)))  # [n, B]
         if self.how == "worst":
-            return each.amin(0)  # NaN where a part is
+            return each.amin(0)  # NaN if a part is
         if self.how == "best":
             return each.amax(0)
         if self.how == "product":
@@ -110,11 +108,11 @@ class Ensemble:
 class Constrain:
     """Pay a main reward only where every judge is satisfied: constraints, not trade-offs.
 
-    The constraints of CGPO's mixture of judges (Xu et al. 2024): R = main where all of them hold,
-    else ``otherwise``, which should be at or below the least the main reward gives. A constraint
-    holds where its judge gives at least its number in ``at_least`` (one number for all judges, or
-    one each). CGPO's calibration of the main reward, sigmoid(main - main of a baseline answer to
-    the prompt), is ``main: {calibrated: {of: ...}}``.
+    The constraints of CGPO's mixture of judges (Xu et al. 2024): R = main if all hold, else
+    ``otherwise``, which should be at most the minimum of the main reward. A constraint holds if its
+    judge gives at least its number in ``at_least`` (one number for all judges, or one each). CGPO's
+    calibration of the main reward, sigmoid(main - main of a baseline answer to the prompt), is
+    ``main: {calibrated: {of: ...}}``.
     """
 
     def __init__(
@@ -153,14 +151,12 @@ class Constrain:
     source="[Gao et al. 2024](https://arxiv.org/abs/2410.15115)",
 )
 class Bounded:
-    """Cut a reward off at bounds; of steps also as differences, so that repeating a step earns
-    nothing.
+    """Clip a reward; step rewards also as differences, so that repeating a step earns nothing.
 
     Clip and Delta (Gao et al. 2024, "On designing effective RL reward at training time"): Clip is
-    ``high: 0`` with ``shift: -eta``, min(r - eta, 0). Delta gives step k what it gained over step k
-    + 1, r_k - r_(k+1); the last but one keeps its own and the last has 0, so that the sum from any
-    step on is that step's own reward. Steps are the decisions that have a reward; NaN between them
-    stays NaN.
+    ``high: 0`` with ``shift: -eta``, min(r - eta, 0). Delta gives step k its gain over step k + 1,
+    r_k - r_(k+1); the second to last keeps its reward and the last has 0, so that the return from
+    any step is that step's reward. Only steps with a reward count; NaN between them stays NaN.
     """
 
     def __init__(
@@ -197,8 +193,7 @@ class Bounded:
 
 
 def _gains(row: Tensor) -> Tensor:
-    """Return what every step [K] with a reward gained over the next one that has one; the last has
-    0."""
+    """Return the gain of every step [K] with a reward over the next one; the last has 0."""
     steps = row[~row.isnan()]
     gained = torch.zeros_like(steps)
     gained[:-2] = steps[:-2] - steps[1:-1]
@@ -212,15 +207,14 @@ def _gains(row: Tensor) -> Tensor:
     scaling="0/1 becomes unbiased numbers outside 0..1",
 )
 class Noisy:
-    """Correct a 0/1 verifier of known error rates, so that the expected gradient is that of the
-    truth.
+    """Correct a 0/1 verifier of known error rates: the expected gradient is that of true rewards.
 
-    Backward: (r - fp) / (1 - fp - fn), whose expectation is the true reward; an advantage that
-    divides by the std of the group is not changed by it, sums of several rewards and advantages
-    without a std are. Forward: the number that stands in place of the advantage, fn for a 1 and fn
-    - 1 for a 0, which needs the rate of false negatives only and whose expectation is (1 - fp - fn)
-    (truth - 1). It is r less a constant, so every advantage that takes a mean off takes the
-    correction off with it: give it to ``advantage: reinforce``, which does not.
+    Backward: (r - fp) / (1 - fp - fn), whose expectation is the true reward; advantages that divide
+    by the group's std are unchanged by it, sums of several rewards and advantages without a std are
+    not. Forward: replaces the advantage by fn for a 1 and fn - 1 for a 0, which needs only the
+    false-negative rate and has expectation (1 - fp - fn) (truth - 1). It is r minus a constant, so
+    any advantage that subtracts a mean removes the correction: use it with ``advantage:
+    reinforce``, which does not.
 
     Args:
         of: a reward of 0 and 1.

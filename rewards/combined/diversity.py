@@ -1,7 +1,7 @@
-"""Measures how different the answers to one prompt are, as a reward and as a factor of another one.
+"""Measures the diversity of the answers to one prompt, as a reward or as a factor of another.
 
 Pictures and videos are compared by the CLIP embedding of their frames (mean), or by coarse pixels
-without a model; texts by their words and pairs of words. s is the cosine of two samples, cut at 0,
+without a model; texts by their unigrams and bigrams. s is the cosine of two samples, clipped at 0,
 d = 1 - s.
 """
 
@@ -23,7 +23,7 @@ from rewards.base.media import frames
 from rewards.card import Card, card
 from rewards.combined.members import merged, scores_of
 
-COARSE = 8  # pixels a side of the pictures that are compared without a model
+COARSE = 8  # side in pixels of pictures compared without a model
 
 
 class Similarity:
@@ -52,7 +52,7 @@ class Similarity:
 
 
 def words(texts: list[str]) -> Tensor:
-    """Count words and pairs of neighbours, [B, V]."""
+    """Count unigrams and bigrams, [B, V]."""
     each = [text.lower().split() for text in texts]
     bags = [Counter([*tokens, *zip(tokens, tokens[1:], strict=False)]) for tokens in each]
     place = {word: i for i, word in enumerate(dict.fromkeys(word for bag in bags for word in bag))}
@@ -70,8 +70,7 @@ def mean_of_others(values: Tensor) -> Tensor:
 
 
 class Grouped(ABC):
-    """Rewards by the similarities inside every group; ``of`` is the reward it changes, None for
-    none."""
+    """Rewards from the similarities inside every group; ``of`` is the reward to modify, or None."""
 
     def __init__(self, of: Reward | None, clip: str | None):
         self.of = of
@@ -79,7 +78,7 @@ class Grouped(ABC):
         self.card = Card(of="group") if of is None else merged([of], "group")
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """Return [B]; groups of one prompt may come in any number."""
+        """Return [B], for any number of groups."""
         values = (
             torch.ones(len(prompts)) if self.of is None else scores_of([self.of], media, prompts)[0]
         )
@@ -117,10 +116,10 @@ class PairwiseDistance(Grouped):
     scaling="at most that of its part",
 )
 class DRA(Grouped):
-    """Divide a reward by 1 + how much the sample shares with the others of its prompt.
+    """Divide a reward by 1 + the sample's summed similarity to the others of its prompt (DRA-GRPO).
 
     Diversity-aware reward adjustment (Chen et al. 2025): r_i / (1 + sum over j != i of s_ij), the
-    submodular mutual information of the graph cut. For rewards that are not negative.
+    submodular mutual information of the graph cut. For non-negative rewards.
     """
 
     def __init__(self, of: Annotated[Reward, REWARDS], clip: str | None = None):
@@ -141,8 +140,8 @@ class Darling(Grouped):
     diversity.
 
     DARLING (Li et al. 2025) multiplies the reward with diversity in 0..1; theirs is the share of
-    answers of another meaning, by a trained classifier, here it is the mean of 1 - cosine. For
-    rewards that are not negative.
+    answers with another meaning, by a trained classifier; here it is the mean of 1 - cosine. For
+    non-negative rewards.
     """
 
     def __init__(self, of: Annotated[Reward, REWARDS], clip: str | None = None):

@@ -1,4 +1,4 @@
-"""Scores every step of an answer and the whole of it in one reward."""
+"""Scores every step of an answer and the whole answer in one reward."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ Part = Annotated[Reward, REWARDS]
     scaling="that of its parts, which must be alike",
 )
 class Hierarchical:
-    r"""Score single steps of an answer and the whole of it (Datarus-R1's hierarchical reward).
+    r"""Score the steps of an answer and the whole answer (Datarus-R1's hierarchical reward).
 
-    R = share * mean_k step(s_k) + (1 - share) * whole(answer). The pieces between matches of
-    ``split`` that are not empty are the steps s_k, at most ``most`` of them, neighbours joined
-    where there are more; an answer without one has 0 for them. The paper's model says whether a
-    step is sound and whether all of them cohere; here each is asked of any reward of texts, a judge
-    for instance, which sees the prompt beside it. How both become one number is our reading: the
-    mean, or with ``weakest`` the least step.
+    R = share * mean_k step(s_k) + (1 - share) * whole(answer). The non-empty pieces between matches
+    of ``split`` are the steps s_k, at most ``most``, neighbours joined if there are more; an answer
+    without steps has 0 for them. The paper's model judges whether a step is sound and whether all
+    cohere; here any reward of texts, such as a judge, scores each with its prompt. How steps
+    combine is our reading: the mean, or with ``weakest`` the minimum.
 
     Args:
         step: the reward of a step.
-        whole: the reward of the answer; None: ``step``, asked about all of it.
+        whole: the reward of the answer; None: ``step``, applied to all of it.
         share: of the steps in the whole.
         split: regular expression between steps: a blank line, or a closing tag of ReAct's.
-        context: a step is shown with all that stands before it, so that its soundness can be told.
+        context: a step is shown with all the text before it, so that it can be judged.
         how: mean or weakest step.
-        most: steps of an answer that are scored, which bounds what a judge costs.
+        most: steps of an answer that are scored, which bounds a judge's cost.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Hierarchical:
             )
 
     def __call__(self, media: Sequence[str], prompts: list[Prompt]) -> Tensor:
-        """Score [B]; all steps of all answers are asked about in one call."""
+        """Score [B]; all steps of all answers are scored in one call."""
         if isinstance(media, Tensor):
             raise UserError("reward 'hierarchical' judges texts, not images or videos")
         steps = [self.steps_of(str(text)) for text in media]
@@ -88,7 +87,7 @@ class Hierarchical:
         return self.share * sound + (1 - self.share) * whole
 
     def steps_of(self, text: str) -> list[str]:
-        """Return the steps of an answer, each with what stands before it if that is shown."""
+        """Return the steps of an answer, each with the text before it if that is shown."""
         pieces = []
         start = 0
         for match in self.split.finditer(text):
@@ -105,5 +104,5 @@ class Hierarchical:
 
 
 def in_groups(pieces: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
-    """Return neighbours in groups of ``size``, the last perhaps smaller."""
+    """Split into groups of ``size`` neighbours, the last may be smaller."""
     return [pieces[i : i + size] for i in range(0, len(pieces), size)]

@@ -1,5 +1,4 @@
-"""Provides what rewards made of rewards share: their card, and which rows are answers to one
-prompt."""
+"""Provides what combined rewards share: their card, and which rows are answers to one prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +13,9 @@ from rewards.card import MEDIA, Card, Of, card_of, pictures_of
 
 
 def merged(rewards: Sequence[Reward], of: Of | None = None) -> Card:
-    """Return the card of a reward that asks all of these: media that all judge, fields that any
-    needs.
+    """Return the card of a combination: media that all judge, fields that any needs.
 
-    ``of``: "group" where the whole compares samples although its parts do not.
+    ``of``: "group" if the whole compares samples although its parts do not.
     """
     cards = [card_of(reward) for reward in rewards]
     media = tuple(kind for kind in MEDIA.values() if all(kind in card.media for card in cards))
@@ -37,8 +35,8 @@ def merged(rewards: Sequence[Reward], of: Of | None = None) -> Card:
 
 
 def refuse_memory(rewards: Sequence[Reward]) -> None:
-    """Raise UserError for a reward that must see a whole iteration or remembers earlier ones, where
-    it would see some rows, be left out, or never be told to remember."""
+    """Raise UserError for a part that needs a whole iteration or keeps state over iterations: as a
+    part it would miss rows or calls to ``remember``."""
     if any(card_of(reward).of == "batch" for reward in rewards):
         raise UserError(
             "a reward that sees a whole iteration, such as co_reward, cannot be a "
@@ -52,7 +50,7 @@ def refuse_memory(rewards: Sequence[Reward]) -> None:
 
 
 def counters_of(parts: Mapping[str, Reward]) -> dict[str, float]:
-    """Return what the parts count themselves (a judge's requests and costs), below their names."""
+    """Return the counters of the parts (a judge's requests and costs), prefixed by their names."""
     counts = {name: getattr(part, "counters", None) for name, part in parts.items()}
     return {
         f"{name}/{key}": number
@@ -63,7 +61,7 @@ def counters_of(parts: Mapping[str, Reward]) -> dict[str, float]:
 
 
 def rows_of(media: Media, rows: list[int]) -> Media:
-    """Return the samples ``rows``, stacked where they are tensors of one shape."""
+    """Return the samples ``rows``, stacked if they are tensors of one shape."""
     if isinstance(media, Tensor):
         return media[rows]
     samples = [media[row] for row in rows]
@@ -75,7 +73,7 @@ def rows_of(media: Media, rows: list[int]) -> Media:
 
 
 def scores_of(rewards: Sequence[Reward], media: Media, prompts: list[Prompt]) -> list[Tensor]:
-    """Return float32 values of each on the CPU, [B] or [B, K]; those of samples [B, 1] if others
+    """Return float32 values of each on the CPU, [B] or [B, K]; sample rewards as [B, 1] if others
     are of steps."""
     scores = [
         torch.as_tensor(reward(media, prompts)).detach().to("cpu", torch.float32)

@@ -1,7 +1,7 @@
-"""Rewards answers without a right one: by the majority, by frequency, by how sure the model was.
+"""Rewards without ground truth: by majority vote, by frequency, by the model's confidence.
 
-Answers are read out of the texts as the verifiable rewards read them: the last ``<answer>`` or box,
-else the text, in normal form. A text without one has no vote and earns 0.
+Answers are extracted as by the verifiable rewards: the last ``<answer>`` or box, else the text, in
+normal form. A text without an answer has no vote and earns 0.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ def majority_vote(
     share: Annotated[float, Ge(0)] = 0.0,
     most: Annotated[float, Ge(0)] = 1.0,
 ) -> Tensor:
-    """Reward the answer that most answers to the prompt give (TTRL, SeRL); no ground truth is
-    needed.
+    """Reward the majority answer of the prompt's group (TTRL, SeRL); needs no ground truth.
 
-    Of equally frequent answers the one given first wins. ``share``: the part of the group that must
-    agree; where fewer do, the group has no majority and every answer has NaN, which leaves it out.
-    ``most``: the part that may agree; where more do, the question is too easy and is left out too
-    (SeRL's filter of difficulty has both ends).
+    In a tie the first answer wins. ``share``: the part of the group that must agree; if fewer do,
+    the group has no majority and is left out (NaN). ``most``: the part that may agree; if more do,
+    the question is too easy and is also left out (SeRL's difficulty filter has both bounds).
     """
     votes = votes_of(media, "majority_vote")
     scores = torch.zeros(len(media))
@@ -56,10 +54,10 @@ def majority_vote(
 def answer_frequency(
     media: Sequence[str], prompts: list[Prompt], *, entropy: Annotated[float, Ge(0)] = 0.0
 ) -> Tensor:
-    """Reward the share of the group with the same answer, less ``entropy`` times their entropy
+    """Reward the share of the group with the same answer, minus ``entropy`` times their entropy
     (TTRV).
 
-    The entropy (nats) is the same for a whole group: it only matters for advantages that compare
+    The entropy (nats) is the same for a whole group: it matters only for advantages that compare
     prompts.
     """
     votes = votes_of(media, "answer_frequency")
@@ -85,13 +83,13 @@ def answer_frequency(
     source="[Co-Reward](https://arxiv.org/abs/2508.00410)",
 )
 class CoReward:
-    """Reward an answer that agrees with most answers to the prompt's twin, which asks it in other
-    words.
+    """Reward agreement with the majority answer to the prompt's twin, a rephrased question
+    (Co-Reward).
 
-    Prompts with one ``twin`` are versions of one question: rephrased, or with the image augmented.
-    Each is judged by the vote on the others (Zhang et al. 2025, Co-Reward), that of this iteration
-    on any process, else the last one before it, which is remembered and saved in checkpoints; as
-    long as there is none, the prompt's own vote decides.
+    Prompts with the same ``twin`` are versions of one question: rephrased, or with the image
+    augmented. Each is judged by the vote on the others (Zhang et al. 2025): that of this iteration
+    on any process, else the latest earlier one, which is saved in checkpoints; until there is one,
+    the prompt's own vote decides.
     """
 
     def __init__(self) -> None:
@@ -106,7 +104,7 @@ class CoReward:
         prompts: list[Prompt],
         gather: Callable[[list[list[str]]], list[list[str]]] = list,
     ) -> Tensor:
-        """Score [B]. ``gather`` returns the rows of all processes; without it there is but this
+        """Score [B]. ``gather`` returns the rows of all processes; without it there is only this
         one."""
         votes = votes_of(media, "co_reward")
         scores = torch.zeros(len(media))
@@ -128,7 +126,7 @@ class CoReward:
         return scores
 
     def remember(self) -> None:
-        """Keep the votes of the last call; those of an evaluation are forgotten."""
+        """Keep the votes of the last call; those of an evaluation are dropped."""
         self.votes = merged_votes(self.votes, self.latest)
         self.latest = []
 
@@ -152,11 +150,9 @@ def merged_votes(
 @REWARDS.register("mean_logprob")
 @card(media="text", high=0, scaling="nats a token")
 def mean_logprob(media: Sequence[str], prompts: list[Prompt], *, scale: float = 1.0) -> Tensor:
-    """Measure how sure the model was of its answer: the mean log-probability of its tokens as
-    sampled.
+    """Measure the model's confidence: the mean log-probability of the sampled tokens.
 
-    A signal without any judge, and one that is easily hacked by saying little; NaN for texts of
-    unknown origin.
+    It needs no judge, and is easily hacked by short answers; NaN for external texts.
     """
     logprobs = [Completion.of(text).logprob for text in media]
     return scale * torch.tensor([math.nan if value is None else value for value in logprobs])
@@ -170,14 +166,13 @@ def mean_logprob(media: Sequence[str], prompts: list[Prompt], *, scale: float = 
     source="[Kang et al. 2025](https://arxiv.org/abs/2502.18581), Intuitor",
 )
 def self_certainty(media: Sequence[str], prompts: list[Prompt], *, scale: float = 1.0) -> Tensor:
-    """Measure how far the model was from guessing: mean over tokens of KL(uniform || its
-    distribution).
+    """Measure self-certainty: the mean over tokens of KL(uniform || the model's distribution).
 
     Intuitor's reward (Zhao et al. 2025, arXiv:2505.19590). The ``vlm`` policy records it with
     ``record_self_certainty: true``.
 
     Raises:
-        UserError: no text knows its certainty.
+        UserError: no text has a recorded certainty.
     """
     known = [Completion.of(text).self_certainty for text in media]
     if known and all(value is None for value in known):
@@ -196,15 +191,15 @@ def self_certainty(media: Sequence[str], prompts: list[Prompt], *, scale: float 
     source="[Han et al. 2025](https://arxiv.org/abs/2509.05489), SAR",
 )
 def self_aligned(media: Sequence[str], prompts: list[Prompt]) -> Tensor:
-    """Measure how much likelier the question makes an answer: the relative drop of its perplexity.
+    """Measure how much the question lowers the perplexity of an answer, relatively (SAR).
 
-    SAR: (ppl(answer) - ppl(answer | question)) / ppl(answer), within [-1, 1], which prefers short
-    answers to the point. The ``vlm`` policy records it with ``record_question_gain: true``; without
-    its question an answer follows an empty one in the same template (our reading). The paper adds
-    0.2 of it to a reward of right answers.
+    SAR: (ppl(answer) - ppl(answer | question)) / ppl(answer), within [-1, 1], which favours short,
+    relevant answers. The ``vlm`` policy records it with ``record_question_gain: true``; without its
+    question an answer follows an empty one in the same template (our reading). The paper adds 0.2
+    of it to a reward of right answers.
 
     Raises:
-        UserError: no text knows its gain.
+        UserError: no text has a recorded gain.
     """
     gains = recorded(
         [Completion.of(text).question_gain for text in media],
@@ -227,15 +222,15 @@ def last_token(
     scale: float = 0.1,
     reference: float = -23.0,
 ) -> Tensor:
-    """Take the policy's own verdict: scale (log p(its token behind the answer) - reference).
+    """Use the policy's last-token self-reward: scale (log p(token after the answer) - reference).
 
-    LaSeR's last-token self-reward, which the objective laser trains. scale: beta_v. reference: the
-    log-prob that the base model gives the token, nats, about the same behind every answer; the
-    curve reward/last_token of a run's first iteration with reference 0 shows it. The ``vlm`` policy
-    records it with ``self_score``.
+    From LaSeR; the objective laser trains it. scale: beta_v. reference: the log-prob of the token
+    under the base model, nats, about the same after every answer; the curve reward/last_token of a
+    run's first iteration with reference 0 shows it. The ``vlm`` policy records it with
+    ``self_score``.
 
     Raises:
-        UserError: no text knows its score.
+        UserError: no text has a recorded score.
     """
     scores = recorded(
         [Completion.of(text).last_logprob for text in media], "last_token", "self_score to a token"
@@ -244,8 +239,7 @@ def last_token(
 
 
 def recorded(values: Sequence[float | None], reward: str, remedy: str) -> Tensor:
-    """Return what texts know of themselves, [B] float64, NaN for those that do not; UserError where
-    none does."""
+    """Return a recorded value of the texts, [B] float64, NaN if missing; UserError if all are."""
     if values and all(value is None for value in values):
         raise UserError(
             f"reward {reward!r}: the texts do not hold what it reads; set policy.vlm.{remedy}"
@@ -255,17 +249,17 @@ def recorded(values: Sequence[float | None], reward: str, remedy: str) -> Tensor
 
 
 def twin(prompt: Prompt) -> str:
-    """Return what the versions of a question share."""
+    """Return the key that the versions of a question share."""
     return str(prompt.get("twin"))
 
 
 def version(prompt: Prompt) -> str:
-    """Return what tells the versions of a question apart."""
+    """Return the key that distinguishes the versions of a question."""
     return str(prompt.get("version", prompt.get("text")))
 
 
 def votes_of(media: Sequence[str], reward: str) -> list[str | None]:
-    """Return the answer in every text, in normal form; None where there is none."""
+    """Return the answer in every text, in normal form; None if there is none."""
     if isinstance(media, Tensor):
         raise UserError(f"reward {reward!r} compares texts, not images or videos")
     return [vote(text) for text in media]

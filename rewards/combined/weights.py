@@ -1,4 +1,4 @@
-"""Adds rewards up with weights that change while training: along a schedule, by hypervolume."""
+"""Sums rewards with weights that change during training: on a schedule, by hypervolume."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Point = tuple[float, ...]
     scaling="the weighted sum of its parts",
 )
 class Scheduled:
-    """Add rewards up with weights that move from start to end over the iterations (Datarus-R1).
+    """Sum rewards with weights that move from start to end over the iterations (Datarus-R1).
 
     w_i(t) = start_i + (end_i - start_i) s(t), s = (1 - cos(pi min(t / iterations, 1))) / 2, or
     min(t / iterations, 1) for ``linear``: a curriculum from the form of an answer to its content.
     t counts calls in training, so a round of dynamic sampling counts as an iteration; it is saved
-    in checkpoints. An evaluation uses the weights of its time.
+    in checkpoints. An evaluation uses the current weights.
 
     Args:
         of: the rewards.
@@ -93,23 +93,23 @@ class Scheduled:
     scaling="0.5 to 2 times the weighted sum of its parts",
 )
 class Hypervolume:
-    """Pay a sum of rewards more when the means of an iteration push out their Pareto front.
+    """Scale a sum of rewards up when an iteration's means extend the Pareto front (hypervolume).
 
     Dynamic reward weighting, hypervolume-guided (Lu et al. 2025): R = (0.5 + 1.5 tanh(dV)) sum_i
-    w_i r_i, where dV is by how much the means (m_1 ... m_n) of this iteration, over all processes,
-    enlarge the volume that earlier points dominate above ``reference``. With ``measured:
+    w_i r_i, where dV is the increase, by the means (m_1 ... m_n) of this iteration over all
+    processes, of the volume that earlier points dominate above ``reference``. With ``measured:
     validation``, the paper's way, the means are those of the evaluation, before training and after
     every ``train.evaluate_every`` iterations on the development half of the held-out prompts, and
-    dV stays until the next; with ``training`` those of the samples that are trained on, which costs
-    nothing. The front is saved in checkpoints. An advantage that divides by the std of a group
-    takes the factor off again: use one that does not, such as ``dr_grpo``.
+    dV stays until the next; with ``training`` those of the training samples, at no extra cost. The
+    front is saved in checkpoints. An advantage that divides by the group's std cancels the factor:
+    use one that does not, such as ``dr_grpo``.
 
     Args:
-        of: the rewards, all of them the higher the better, on scales of about 0..1.
+        of: the rewards, higher is better, on scales of about 0..1.
         weights: of the sum; None: 1 each.
         reference: the point from which volumes are measured, at or below the worst means; None: 0,
             or with ``validation`` the means before training.
-        measured: on what the means are taken.
+        measured: where the means are taken.
     """
 
     def __init__(
@@ -160,21 +160,21 @@ class Hypervolume:
         return 0.5 + 1.5 * math.tanh(gain)
 
     def _enlarged(self) -> float:
-        """Return by how much the last call's means enlarge the volume; without a value for some
-        reward they add nothing."""
+        """Return the increase of the volume by the last call's means; 0 if some reward has no
+        value."""
         if self.latest is None or self.reference is None:
             return 0.0
         before = hypervolume(self.front, self.reference)
         return max(hypervolume([*self.front, self.latest], self.reference) - before, 0.0)
 
     def remember(self) -> None:
-        """Keep the means of the last call, which was one of training, if none dominates them."""
+        """Keep the means of the last training call if none dominates them."""
         if self.measured == "training":
             self._keep()
         self.latest = None
 
     def validated(self) -> None:
-        """Take the means of the last call, which was an evaluation, if they count."""
+        """Use the means of the last call, an evaluation, if they count."""
         if self.measured == "validation":
             self.reference = self.latest if self.reference is None else self.reference
             self.gain = self._enlarged()
@@ -208,7 +208,7 @@ class Hypervolume:
 
 
 def weighted_sum(weights: Sequence[float], scores: Sequence[Tensor]) -> Tensor:
-    """Add values up; a part of weight 0 does not count, so its NaN does not either."""
+    """Sum values; a part of weight 0 is skipped, so its NaN does not count."""
     total = torch.zeros_like(sum(scores, torch.zeros(())))
     for weight, values in zip(weights, scores, strict=True):
         if weight:
@@ -217,7 +217,7 @@ def weighted_sum(weights: Sequence[float], scores: Sequence[Tensor]) -> Tensor:
 
 
 def covers(better: Point, worse: Point) -> bool:
-    """Tell whether a point is at least as good in everything."""
+    """Tell whether a point is at least as good in every dimension."""
     return all(a >= b for a, b in zip(better, worse, strict=True))
 
 

@@ -1,1 +1,1 @@
-"""Scores by heads on frozen features, and the programs that fit them."""
+"""Heads on frozen features, and the programs that fit them."""

@@ -1,9 +1,8 @@
-"""Scores how much people would like a picture, about 1 to 10, by LAION's aesthetic predictor,
-version 2.
+"""Scores the aesthetics of a picture, about 1 to 10, by LAION's aesthetic predictor, version 2.
 
 The published head (``sac+logos+ava1-l14-linearMSE``,
-github.com/christophschuhmann/improved-aesthetic-predictor) is five linear layers with nothing
-between them but dropout: in use, an affine function of the unit CLIP embedding.
+github.com/christophschuhmann/improved-aesthetic-predictor) is five linear layers with only dropout
+between them: at inference, an affine function of the unit CLIP embedding.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ PLACES = (0, 2, 4, 6, 7)  # of the linear layers in the published module, betwee
 class Aesthetic(FrameReward):
     """Score a picture by LAION's aesthetic predictor (about 1 to 10), times ``scale``.
 
-    The prompt is not looked at. Of a video, the mean over its frames.
+    The prompt is ignored. For a video, the mean over its frames.
 
     Args:
         head: the published ``.pth`` (read with ``weights_only=True``) or the same tensors as
             ``.safetensors``.
         clip: ``name/tag`` of open_clip, ``hf-hub:org/repo``, or a local folder; the published head
-            wants the embeddings of ``ViT-L-14/openai``. None loads no CLIP: then only
+            needs embeddings of ``ViT-L-14/openai``. None loads no CLIP: then only
             ``head(embeddings)`` can be used.
-        scale: what the score is multiplied by; 1 as published, 0.1 brings it near 0..1.
+        scale: factor of the score; 1 as published, 0.1 brings it near 0..1.
         preprocess: ``tensor`` or ``pil``, see ``ClipScore``; the published scores went through PIL.
         batch_size: pictures in one forward pass.
         device: ``auto`` is CUDA if there is one.

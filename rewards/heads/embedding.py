@@ -56,7 +56,7 @@ class Head(nn.Module):
         return x
 
     def save(self, file: Path) -> None:
-        """Write a safetensors file that ``load_head`` reads, with the activation beside it."""
+        """Write a safetensors file for ``load_head``, with the activation in its metadata."""
         from safetensors.torch import save_file
 
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.named_tensors()}
@@ -69,8 +69,8 @@ class Head(nn.Module):
 def load_head(where: str, activation: Activation | None = None) -> Head:
     """Read the linear layers of a head from a file, in the order of their numbers.
 
-    Any ``.safetensors`` or ``.pth`` of weights [out, in], with or without biases, will do; layers
-    that follow on each other must fit. ``activation`` None: the one in the file, else none.
+    Takes any ``.safetensors`` or ``.pth`` of weights [out, in], with or without biases; consecutive
+    layers must fit. ``activation`` None: the one in the file, else none.
 
     Raises:
         UserError: no such file, or tensors that are not a chain of linear layers.
@@ -96,7 +96,7 @@ def load_head(where: str, activation: Activation | None = None) -> Head:
 
 
 def linear_layers(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[nn.Linear]:
-    """Make float32 layers of the weights [out, in] of these names, with their biases, if any."""
+    """Build float32 layers from the weights [out, in] of these names, with biases if present."""
     layers = []
     for name in names:
         bias = tensors.get(name.removesuffix("weight") + "bias")
@@ -110,7 +110,7 @@ def linear_layers(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[n
 
 
 def _activation_in(file: Path) -> Activation:
-    """Return the activation that a file of ours names; none for another's."""
+    """Return the activation named in a file written by mmrl; none for other files."""
     if file.suffix != ".safetensors":
         return "none"
     name = metadata(file).get("activation", "none")
@@ -121,11 +121,11 @@ def _activation_in(file: Path) -> Activation:
 
 
 class Encoder:
-    """Makes frozen embeddings [B, E] of samples: by CLIP of pictures, by a text model of answers.
+    """Computes frozen embeddings [B, E] of samples: pictures by CLIP, answers by a text model.
 
     ``features``: ``media_and_text`` joins image x, prompt y and x * y. A video is the mean of its
-    frames. An answer is read with its prompt; the last hidden states are averaged (``mean``) or
-    that of its last token is taken (``last``).
+    frames. An answer is encoded with its prompt; the last hidden states are averaged (``mean``), or
+    the last token's is taken (``last``).
     """
 
     def __init__(
@@ -193,13 +193,13 @@ class Encoder:
     scaling="that of the heads",
 )
 class EmbeddingHead:
-    """Score frozen embeddings by a head or an ensemble of heads that you fit (Reusing Embeddings).
+    """Score frozen embeddings by a fitted head or an ensemble of heads (Reusing Embeddings).
 
-    Sun et al. 2025: reward models as small heads on embeddings that are made once. The program
-    ``python -m mmrl.rewards.heads.fit_heads`` fits heads to preferences or ratings; any chain of
-    linear layers in a file will do. A head with several outputs rates several aspects; ``weights``
-    adds them up (Multi-objective GRPO's multi-label regression). Several heads are combined as
-    ``ensemble`` does: ``mean``, ``worst``, or ``uncertainty``: mean - penalty * variance.
+    Sun et al. 2025: reward models as small heads on cached embeddings. The program ``python -m
+    mmrl.rewards.heads.fit_heads`` fits heads to preferences or ratings; any file with a chain of
+    linear layers works. A head with several outputs rates several aspects; ``weights`` sums them
+    (Multi-objective GRPO's multi-label regression). Several heads are combined as ``ensemble``
+    does: ``mean``, ``worst``, or ``uncertainty``: mean - penalty * variance.
 
     Args:
         heads: files, or ``org/repo/file``; more than one is an ensemble.
@@ -211,12 +211,12 @@ class EmbeddingHead:
         weights: of a head's outputs; None: their mean.
         how: see above.
         penalty: see above.
-        activation: between the layers, for files that do not say; None: what the file says.
+        activation: between the layers, for files that do not name one; None: from the file.
         batch_size: pictures in one forward pass.
         device: ``auto`` is CUDA if there is one.
 
     Raises:
-        UserError: a file that is no head, heads that do not fit the embeddings or each other.
+        UserError: a file without a head, or heads that do not fit the embeddings or each other.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Fits a head on frozen features of pictures to ratings or pairs, for the reward ``fitted_head``.
 
 Ratings: ridge regression. Pairs: Bradley and Terry's model, logistic regression of the difference
-of features. Both with the penalty chosen by cross-validation. Or a small network. A part of the
-data is held out, whole groups at a time, and says with an interval how well the head does.
+of features. Both with the penalty chosen by cross-validation. Or a small network. Held-out data,
+whole groups at a time, gives the head's accuracy with an interval.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Fit = Callable[[Tensor, Tensor, float], Tensor]  # rows [N, E], targets [N], pen
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Says how a head is fitted. ``hidden``: widths of a small network's layers; none: linear."""
+    """Holds how a head is fitted. ``hidden``: widths of a small network's layers; none: linear."""
 
     hidden: tuple[int, ...] = ()
     steps: int = 500
@@ -44,8 +44,8 @@ class HeadRecipe:
 
 @dataclass(frozen=True)
 class Measured:
-    """Holds how well a head does on held-out rows: accuracy of pairs, Spearman's correlation of
-    ratings, with 95 % intervals over groups."""
+    """Holds a head's score on held-out rows: accuracy on pairs, Spearman correlation on ratings,
+    with 95 % intervals over groups."""
 
     name: str
     value: float
@@ -64,8 +64,8 @@ class Measured:
 def fit_head(
     ratings: Ratings, folder: Path, features: PictureFeatures, recipe: HeadRecipe
 ) -> Measured:
-    """Fit a head to ratings or pairs and write it to a folder. UserError before anything is
-    embedded where too few rows are apart."""
+    """Fit a head to ratings or pairs and write it to a folder. UserError, before anything is
+    embedded, if there are too few separate groups."""
     train, test = split(ratings.groups, recipe)
     embedded = embed(ratings, features)
     head, penalty = fit(ratings, embedded, train, recipe)
@@ -86,7 +86,7 @@ def fit_head(
 
 
 def split(groups: Tensor, recipe: HeadRecipe) -> tuple[Tensor, Tensor]:
-    """Draw whole groups to be held out: rows to fit to, and rows to measure on."""
+    """Draw whole groups to hold out; return the training rows and the held-out rows."""
     names = groups.unique()
     if len(names) < LEAST:
         raise UserError(
@@ -102,7 +102,7 @@ def split(groups: Tensor, recipe: HeadRecipe) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def embed(ratings: Ratings, features: PictureFeatures) -> Tensor:
-    """Embed every picture once: [N, 1 or 2, E] float64; of a video, the mean over frames."""
+    """Embed every picture once: [N, 1 or 2, E] float64; for a video, the mean over frames."""
     known: dict[Path, Tensor] = {}
     for file in dict.fromkeys(file for files in ratings.files for file in files):
         known[file] = features(load_frames(file)).double().mean(0).cpu()
@@ -112,8 +112,7 @@ def embed(ratings: Ratings, features: PictureFeatures) -> Tensor:
 def fit(
     ratings: Ratings, embedded: Tensor, train: Tensor, recipe: HeadRecipe
 ) -> tuple[Head, float | None]:
-    """Fit to the rows ``train``; returns the head and the penalty that was chosen, None of a
-    network."""
+    """Fit to the rows ``train``; returns the head and the chosen penalty, None for a network."""
     rows = embedded[train]  # [n, 1 or 2, E]
     targets = ratings.targets[train]
     if recipe.hidden:
@@ -122,7 +121,7 @@ def fit(
         )
         if not ratings.paired:
             return fit_ratings(rows[:, 0].float(), targets[:, None].float(), network)[0], None
-        ordered = torch.cat([rows, rows[targets == 0.5].flip(1)])  # a tie counts both ways
+        ordered = torch.cat([rows, rows[targets == 0.5].flip(1)])  # a tie counts in both directions
         return fit_preferences(ordered[:, 0].float(), ordered[:, 1].float(), network)[0], None
     flat = rows.flatten(0, 1)
     mean = flat.mean(0)
@@ -193,8 +192,8 @@ def best_penalty(rows: Tensor, targets: Tensor, groups: Tensor, solve: Fit, seed
 
 @torch.no_grad()
 def measure(ratings: Ratings, head: Head, embedded: Tensor, test: Tensor, seed: int) -> Measured:
-    """Measure a head on held-out rows, with an interval in which a group counts as one trial:
-    by the rule of ``mmrl.core.statistics``, or by resampling groups. Ties count for no accuracy."""
+    """Measure a head on held-out rows, with an interval in which a group counts as one trial: by
+    ``mmrl.core.statistics``, or by resampling groups. Ties are excluded from accuracy."""
     groups = ratings.groups[test]
     scores = head(embedded[test].float()).squeeze(-1).double()  # [n, 1 or 2]
     targets = ratings.targets[test]
@@ -218,7 +217,7 @@ def measure(ratings: Ratings, head: Head, embedded: Tensor, test: Tensor, seed: 
 
 
 def spearman(scores: Tensor, targets: Tensor) -> float:
-    """Compute the rank correlation; NaN where one of both is constant."""
+    """Compute the rank correlation; NaN if either is constant."""
     from scipy import stats
 
     if len(scores) < 3 or len(scores.unique()) < 2 or len(targets.unique()) < 2:
@@ -227,8 +226,7 @@ def spearman(scores: Tensor, targets: Tensor) -> float:
 
 
 def resampled(groups: Tensor, figure: Callable[[Tensor], float], seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of a figure over draws of groups with replacement; NaN where too few
-    draws have one."""
+    """Return the bootstrap 95 % interval of a figure over groups; NaN if too few draws have one."""
     members = [(groups == name).nonzero()[:, 0] for name in groups.unique()]
     generator = torch.Generator().manual_seed(seed + 2)
     values = []

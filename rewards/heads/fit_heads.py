@@ -4,8 +4,8 @@
 
 A line of the data is a pair, ``{"text": ..., "chosen": ..., "rejected": ...}``, or a rating,
 ``{"text": ..., "sample": ..., "ratings": {"aspect": number}}``; samples are files of pictures with
-``--clip``, answers with ``--text-model``. Embeddings are made once, so fitting takes seconds on a
-CPU (Sun et al. 2025, arXiv:2502.04357). The heads of an ensemble differ by their seed and by
+``--clip``, answers with ``--text-model``. Embeddings are computed once, so fitting takes seconds on
+a CPU (Sun et al. 2025, arXiv:2502.04357). The heads of an ensemble differ by their seed and by
 resampled data.
 """
 
@@ -76,7 +76,7 @@ def fit_ratings(embeddings: Tensor, ratings: Tensor, recipe: Recipe) -> list[Hea
 def _fitted(
     loss: Loss, embeddings: Tensor, rows: int, outputs: int, recipe: Recipe, member: int
 ) -> Head:
-    """Fit one head; the global random numbers are left alone."""
+    """Fit one head; the global random state is unchanged."""
     generator = torch.Generator().manual_seed(recipe.seed * 1000 + member)
     chosen = torch.arange(rows)
     if recipe.count > 1:
@@ -104,7 +104,7 @@ def _fitted(
 
 
 def accuracy(heads: Sequence[Head], chosen: Tensor, rejected: Tensor) -> float:
-    """Return the share of pairs [N, E] that the mean of the heads puts in the right order."""
+    """Return the share of pairs [N, E] that the mean of the heads ranks correctly."""
     gaps = torch.stack([head(chosen) - head(rejected) for head in heads]).mean((0, 2))
     return float((gaps > 0).double().mean())
 
@@ -126,8 +126,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def embedded(encoder: Encoder, rows: Sequence[dict[str, Any]], field: str, folder: Path) -> Tensor:
-    """Return embeddings [N, E] of what the rows hold in a field; pictures are looked for beside the
-    data."""
+    """Return embeddings [N, E] of a field of the rows; picture paths are relative to the data."""
     parts = []
     for row in rows:
         sample: Any = [str(row[field])]
@@ -141,7 +140,7 @@ def embedded(encoder: Encoder, rows: Sequence[dict[str, Any]], field: str, folde
 def fit_file(
     data: Path, encoder: Encoder, recipe: Recipe, held_out: float = 0.1
 ) -> tuple[list[Head], dict[str, Any]]:
-    """Fit heads to a file and measure them on the share of it that is held out, its last rows."""
+    """Fit heads to a file and measure them on its last rows, which are held out."""
     rows = read(data)
     cut = len(rows) - math.floor(len(rows) * held_out)
     if "chosen" in rows[0]:

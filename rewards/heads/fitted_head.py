@@ -1,4 +1,4 @@
-"""Scores pictures by a head that ``mmrl fit-head`` has fitted to your own ratings."""
+"""Scores pictures by a head that ``mmrl fit-head`` has fitted to your ratings."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ABOUT = "head.json"
 
 
 class PictureFeatures:
-    """Makes features [N, E] of unit length of pictures, by a model of open_clip (``clip``) or a
-    vision model of transformers (``vision``): its pooled output where it has one, as CLIP and
-    SigLIP do, else the first token, as for DINO. Gradients reach the pictures."""
+    """Computes unit features [N, E] of pictures, by a model of open_clip (``clip``) or a vision
+    model of transformers (``vision``): its pooled output if it has one, as CLIP and SigLIP do, else
+    the first token, as for DINO. Differentiable."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PictureFeatures:
         self.eyes = Eyes(model)
 
     def __call__(self, pictures: Tensor) -> Tensor:
-        """Embed [N, 3, H, W] in 0..1 -> [N, E] float32; NaN of a picture that is not finite."""
+        """Embed [N, 3, H, W] in 0..1 -> [N, E] float32; NaN for a picture that is not finite."""
         if self.kind == "clip":
             return self.clip.embed_images(pictures, self.batch_size)
         parameter = next(self.network.parameters())
@@ -74,14 +74,14 @@ class PictureFeatures:
     scaling="that of the ratings; of pairs, log-odds of being preferred",
 )
 class FittedHead(FrameReward):
-    """Score pictures by a head that ``mmrl fit-head`` fitted to ratings or pairs of your own.
+    """Score pictures by a head that ``mmrl fit-head`` fitted to your ratings or pairs.
 
-    The prompt is not looked at. Of a video, the mean over its frames. ``head.json`` beside the
-    weights says which features it takes and how well it did on held-out ratings.
+    The prompt is ignored. For a video, the mean over its frames. ``head.json`` next to the weights
+    names the features and the score on held-out ratings.
 
     Args:
         path: the folder that ``mmrl fit-head`` wrote.
-        scale: what the score is multiplied by.
+        scale: factor of the score.
         batch_size: pictures in one forward pass.
         device: ``auto`` is CUDA if there is one.
 
@@ -121,7 +121,7 @@ class FittedHead(FrameReward):
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Read what a folder says of its head. UserError where it is none of ours."""
+    """Read a folder's ``head.json``. UserError if it is not one of mmrl."""
     file = folder / ABOUT
     if not file.is_file() or not (folder / WEIGHTS).is_file():
         raise UserError(

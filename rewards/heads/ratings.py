@@ -1,4 +1,4 @@
-"""Reads ratings of pictures, and pairs of which one was preferred, for ``mmrl fit-head``."""
+"""Reads ratings of pictures, and preference pairs, for ``mmrl fit-head``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rewards.base.prompt import from_pil, read_picture
 
 PICTURE = ("picture", "image", "video", "file", "sample")  # names of the column with the picture
 SCORE = ("score", "rating")
-FRAMES = 4  # of a video that is looked at
+FRAMES = 4  # frames of a video that are read
 
 
 @dataclass(frozen=True)
 class Ratings:
-    """Holds ratings of pictures, or pairs. ``files``: [N] or [N, 2]. ``targets``: [N] scores, or of
-    pairs the probability that the first is the better one: 1, or 0.5 for a tie. ``groups``: rows of
+    """Holds ratings of pictures, or pairs. ``files``: [N] or [N, 2]. ``targets``: [N] scores or,
+    for pairs, the probability that the first is better: 1, or 0.5 for a tie. ``groups``: rows of
     one group share a picture or a prompt, and are held out together."""
 
     files: list[tuple[Path, ...]]
@@ -39,8 +39,8 @@ class Ratings:
 
 def read_ratings(path: Path) -> Ratings:
     """Read a .csv or .jsonl file: rows of a picture and its score, or pairs with ``chosen`` and
-    ``rejected`` as ``mmrl view --rate`` and ``mmrl label`` write them. Pictures are looked for
-    beside it. UserError with the row of a mistake."""
+    ``rejected`` as ``mmrl view --rate`` and ``mmrl label`` write them. Picture paths are relative
+    to it. UserError with the row of a mistake."""
     kinds = set()
     files, targets, keys = [], [], []
     for place, row in _rows(path):
@@ -117,7 +117,7 @@ def _pair(row: Mapping[str, Any], place: str) -> tuple[list[str], float]:
 def _file(path: Path, place: str) -> Path:
     try:
         known = path.is_file()
-    except (OSError, ValueError):  # an answer of a language model is no file name
+    except (OSError, ValueError):  # an answer of a language model is not a file name
         known = False
     if not known:
         raise UserError(
@@ -128,7 +128,7 @@ def _file(path: Path, place: str) -> Path:
 
 
 def connected(keys: Sequence[Sequence[str]]) -> Tensor:
-    """Return a group for each row: rows that have a key in common are of one group, [N]."""
+    """Return a group for each row, [N]: rows with a common key are in one group."""
     parent = list(range(len(keys)))
 
     def root(row: int) -> int:

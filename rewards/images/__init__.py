@@ -1,1 +1,1 @@
-"""Scores pictures: preference, similarity, quality, what is in them."""
+"""Scores pictures: preference, similarity, quality, content."""

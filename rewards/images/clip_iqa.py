@@ -1,4 +1,4 @@
-"""Scores by CLIP-IQA which of two opposite descriptions fits the picture (Wang et al. 2023,
+"""Scores pictures by CLIP-IQA: which of two opposite descriptions fits (Wang et al. 2023,
 arXiv:2207.12396)."""
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ class ClipIQA(FrameReward):
     """Compare a picture with opposite descriptions: mean probability of the good one over
     ``pairs``.
 
-    The prompt is not looked at. The softmax is at the model's own temperature (100 for OpenAI's).
-    The paper's RN50 was used without position embedding at any size; here, as in torchmetrics' CLIP
-    variants, the model sees its own preprocessing. Of a video, the mean over its frames.
+    The prompt is ignored. The softmax has the model's temperature (100 for OpenAI's). The paper's
+    RN50 was used without position embedding at any size; here, as in torchmetrics' CLIP variants,
+    the model's own preprocessing is used. For a video, the mean over its frames.
 
     Args:
-        pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"`` of
-            your own.
+        pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"``.
         model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
         pretrained: open_clip's tag for the weights; not used for folders and hub ids.
         preprocess: ``tensor`` or ``pil``, see ``ClipScore``.

@@ -1,5 +1,5 @@
-"""Scores whether a picture shows what the prompt says, by a CLIP model (Hessel et al. 2021,
-CLIPScore, arXiv:2104.08718)."""
+"""Scores how well a picture matches the prompt, by a CLIP model (Hessel et al. 2021, CLIPScore,
+arXiv:2104.08718)."""
 
 from __future__ import annotations
 
@@ -39,24 +39,23 @@ SCALES = {
 class ClipScore(FrameReward):
     """Score a picture by the cosine of its CLIP embedding and the prompt's, scaled.
 
-    Of a video, the mean over its frames. Published scalings: ``cosine`` (also 100 cos / 100,
-    DiffusionNFT), ``logit`` 100 cos as OpenAI's models have it, ``flow_grpo`` 100 cos / 30 (DGPO
-    too), ``clipscore`` 2.5 max(0, cos), the paper's equation 1.
+    For a video, the mean over its frames. Published scalings: ``cosine`` (also 100 cos / 100,
+    DiffusionNFT), ``logit`` 100 cos as in OpenAI's models, ``flow_grpo`` 100 cos / 30 (also DGPO),
+    ``clipscore`` 2.5 max(0, cos), the paper's equation 1.
 
     Args:
         model: an open_clip name, ``hf-hub:org/repo``, a local folder with
             ``open_clip_config.json``, or ``world:digits/clip``.
         pretrained: open_clip's tag for the weights, or a weights file; not used for folders and hub
             ids.
-        scale: a published scaling by name, or what the cosine is multiplied by.
+        scale: a published scaling by name, or a factor on the cosine.
         preprocess: ``tensor`` resizes the floats with antialiasing; ``pil`` rounds to 8 bits and
             resizes with PIL, exactly open_clip's own evaluation transform, slower.
         batch_size: pictures (or texts) in one forward pass.
         device: ``auto`` is CUDA if there is one.
 
     Raises:
-        UserError: when the model is not on this machine and cannot be downloaded, with what to
-            fetch.
+        UserError: the model is not on this machine and cannot be downloaded; names what to fetch.
     """
 
     name = "clip_score"

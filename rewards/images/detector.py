@@ -1,5 +1,5 @@
-"""Finds objects in a picture by a detector of transformers: boxes, scores, names, and masks where
-the model makes them."""
+"""Finds objects in a picture by a detector of transformers: boxes, scores, names, and masks if the
+model has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rewards.base.hf import Eyes, Precision, load_model, load_processor, to_pil
 
 MOST = 100  # objects of a picture before thresholds
 INSTANCES = ("mask2former",)
-OPEN = ("owlvit", "owlv2")  # they look for the names that they are given
+OPEN = ("owlvit", "owlv2")  # open-vocabulary: they search for given names
 QUERY = "a photo of a {name}"
 # COCO's 80 classes, as GenEval calls them
 OBJECTS = tuple(
@@ -55,7 +55,7 @@ class Detection:
 
 class Detector:
     """Finds objects with Mask2Former (as GenEval's), any object detection model (DETR, ...)
-    or an open one that is asked for ``names`` (OWL-ViT, OWLv2), hub id or folder."""
+    or an open-vocabulary one given ``names`` (OWL-ViT, OWLv2), hub id or folder."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Detector:
         return [self.boxes(row, size) for row in rows]
 
     def asked(self, pictures: Tensor, size: tuple[int, int]) -> list[list[Detection]]:
-        """Look for the names with a model that is told what to find."""
+        """Detect the names with an open-vocabulary model."""
         queries = [QUERY.format(name=name) for name in self.names.values()]
         inputs = self.processor(
             text=[queries] * len(pictures), images=to_pil(pictures), return_tensors="pt"
@@ -154,7 +154,7 @@ class Detector:
 
 
 def shown(inputs: dict[str, Tensor]) -> list[tuple[float, float]]:
-    """Return for each picture the share of the padded height and width that it fills."""
+    """Return each picture's share of the padded height and width."""
     height, width = inputs["pixel_values"].shape[-2:]
     if "pixel_mask" not in inputs:
         return [(1.0, 1.0)] * len(inputs["pixel_values"])

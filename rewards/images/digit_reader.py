@@ -1,8 +1,8 @@
-"""Reads pictures of digits with a small network: where they are, which, in what colour, how large.
+"""Detects digits in pictures by a small network: place, identity, colour, size.
 
-Heat map and attributes on a grid, in the manner of CenterNet (Zhou et al. 2019, "Objects as
-points"). It is trained by ``mmrl.worlds.reading`` and stored as ``config.json`` (layout, names,
-regions) and ``model.safetensors``.
+Heat map and attributes on a grid, as in CenterNet (Zhou et al. 2019, "Objects as points"). It is
+trained by ``mmrl.worlds.reading`` and stored as ``config.json`` (layout, names, regions) and
+``model.safetensors``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Reader(nn.Module):
         confidence, cell = heat.flatten(1).topk(most)  # [B, M]
 
         def at(grid: Tensor) -> Tensor:
-            """Read a map [B, N, h, w] at the chosen cells, [B, M, N]."""
+            """Gather a map [B, N, h, w] at the chosen cells, [B, M, N]."""
             index = cell[..., None].expand(-1, -1, grid.shape[1])
             return grid.flatten(2).transpose(1, 2).gather(1, index)
 

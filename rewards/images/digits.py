@@ -19,7 +19,7 @@ from rewards.images.digit_reader import Detections, Reader
 Asked = list[dict[str, Any]]
 _AXIS = {"above": (1, 1.0), "below": (1, -1.0), "left of": (0, 1.0), "right of": (0, -1.0)}
 _FADE = 3.0  # pixels outside the place at which the credit has fallen to 1/e
-_CLEAR = 4.0  # pixels a digit must be further up (down, left, right) than the other
+_CLEAR = 4.0  # pixels by which a digit must be further up (down, left, right) than the other
 
 
 of_digits = card(
@@ -36,20 +36,18 @@ of_digits = card(
 @REWARDS.register("digits")
 @of_digits
 class Digits:
-    """Check that the picture holds the digits asked for: colour, size, place, relation and count, 0
+    """Check that the picture holds the requested digits: colour, size, place, relation and count, 0
     to 1.
 
     A reader (detector and classifier, ``digit_reader.py``) finds at most five digits with
     confidence c, digit probabilities, colour and size probabilities and a centre. Like GenEval
-    (Ghosh et al. 2023) the reward asks a detector about every thing the prompt names, but it gives
-    partial credit:
+    (Ghosh et al. 2023) the reward checks each object of the prompt by a detector, but gives partial
+    credit:
 
-    * Every requested object is matched with one detection of its own; among all assignments the one
-      with the largest sum counts. Its score is ``c * p(digit) * mean(attributes)``: without the
-      right digit nothing else earns.
-    * Attributes are only those asked for: ``p(colour)``, ``p(size)``, and place: 1 with the centre
-      in the region, else ``exp(-distance / 3 px)``. An object of which nothing is asked but its
-      digit has attributes 1.
+    * Requested objects are assigned to detections one to one, with the largest sum. Its score is
+      ``c * p(digit) * mean(attributes)``: without the right digit nothing counts.
+    * Only requested attributes count: ``p(colour)``, ``p(size)``, and place: 1 with the centre in
+    the region, else ``exp(-distance / 3 px)``. Without any, the attributes are 1.
     * A relation ("above") is one more term: ``sigmoid((gap - 4 px) / 1 px) * min(object scores)``,
       where gap is how much further up the first centre is than the second.
     * Reward = ``mean(objects and relation) / (1 + |n - sum of confidences|)`` with n the number of
@@ -74,14 +72,14 @@ class Digits:
                 f"reward 'digits' wants one image [3, H, W] for each of {len(prompts)} prompts"
             )
         objects = [_objects(prompt) for prompt in prompts]
-        with own_precision(media.device.type):  # a reward must not depend on the policy's precision
+        with own_precision(media.device.type):  # independent of the policy's precision
             detections = self.reader.to(media.device).detect(media)
         detections = _harden(detections) if self.strict else detections
         terms = torch.stack(
             [self._match(detections, b, objects[b], prompts[b]) for b in range(len(prompts))]
         )
         count = torch.tensor([p.get("count") or len(a) for p, a in zip(prompts, objects)])
-        # the host need not wait
+        # without a host sync
         count = count.to(media.device, non_blocking=media.device.type != "cpu")
         reward = terms / (1 + (detections.confidence.sum(1) - count).abs())
         return (reward == 1).float() if self.strict else reward
@@ -92,7 +90,7 @@ class Digits:
         score = torch.stack([self._object(detections, b, item) for item in objects], 1)  # [M, N]
         ways = _ways(len(score), len(objects), score.device)
         each = score[ways, torch.arange(len(objects), device=score.device)]  # [ways, N]
-        # [1], of the device: the host does not wait for it
+        # [1], on the device: no host sync
         best = each.sum(1).argmax(0, keepdim=True)
         terms = each[best][0]
         relation = prompt.get("relation")
@@ -106,7 +104,7 @@ class Digits:
         return terms.mean()
 
     def _object(self, detections: Detections, b: int, item: dict[str, Any]) -> Tensor:
-        """Return how well [M] every detection of row b is the object."""
+        """Return the score [M] of every detection of row b as the object."""
         config = self.reader.config
         parts = (
             [detections.color[b, :, config["colors"].index(item["color"])]]
@@ -135,8 +133,7 @@ class Digits:
 @REWARDS.register("digits_judge")
 @of_digits
 class DigitsJudge(Digits):
-    """Judge ``digits`` independently, by other scans and another network: for evaluation, never
-    training."""
+    """Judge ``digits`` independently, by other scans and another network: for evaluation only."""
 
     def __init__(self, path: str = "world:digits/judge", strict: bool = False):
         super().__init__(path, strict)
@@ -164,14 +161,14 @@ def _ways(detections: int, objects: int, device: torch.device) -> Tensor:
 def _corners(
     region: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return x and y, [2] each, of a region's low and high corner, moved to a device once."""
+    """Return x and y, [2] each, of a region's low and high corner, cached per device."""
     with torch.inference_mode(False):
         corners = torch.tensor(region, dtype=dtype, device=device).view(2, 2)
     return corners[0], corners[1]
 
 
 def _harden(detections: Detections) -> Detections:
-    """Round probabilities to zeros and ones."""
+    """Round probabilities to 0 and 1."""
     digit, color, size = (
         (p == p.amax(-1, keepdim=True)).float()
         for p in (detections.digit, detections.color, detections.size)

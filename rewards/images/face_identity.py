@@ -22,7 +22,7 @@ from rewards.card import card_with
 from rewards.images.detector import Detection, Detector
 from rewards.images.similarity import beside_reference, embed_each
 
-FACES = ("human face",)  # what an open detector is asked for
+FACES = ("human face",)  # query of an open-vocabulary detector
 
 
 @beside_reference(
@@ -36,23 +36,23 @@ class FaceIdentity(FrameReward):
     their embeddings.
 
     Embeddings are those of face recognition (CosFace, arXiv:1801.09414; ArcFace, arXiv:1801.07698).
-    Faces are cut out as squares around the detector's boxes, without turning them upright by
-    landmarks, on which the published accuracies rest. Of a video, the mean over its frames.
+    Faces are cut out as squares around the detector's boxes, without alignment by landmarks, which
+    the published accuracies rely on. For a video, the mean over its frames.
 
     Args:
-        model: a face recognition model of timm, hub id or folder: it gives an embedding of a
-            picture in its own size.
-        detector: finds faces. OWLv2 or OWL-ViT, which is asked for a human face, or an object
-            detection model of transformers with a class whose name has "face" in it.
+        model: a face recognition model of timm, hub id or folder: it embeds a picture of its input
+            size.
+        detector: finds faces. OWLv2 or OWL-ViT, queried for a human face, or an object detection
+            model of transformers with a class whose name has "face" in it.
         field: the field of a prompt that holds the reference: a file, a PIL image or a tensor [3,
             H, W].
         threshold: faces below this score of the detector do not count.
-        margin: of the larger side of a box, added on all sides.
+        margin: share of the larger side of a box, added on all sides.
         missing: the score of a picture without a face.
         dtype: of both models.
 
     Raises:
-        UserError: a model that cannot be had; a reference picture without a face.
+        UserError: a model that cannot be loaded; a reference picture without a face.
     """
 
     name = "face_identity"
@@ -106,7 +106,7 @@ class FaceIdentity(FrameReward):
         return scores
 
     def face(self, found: list[Detection]) -> Tensor | None:
-        """Return the box [4] of the largest face; None where there is none."""
+        """Return the box [4] of the largest face; None if there is none."""
         faces = [
             detection.box
             for detection in found
@@ -116,8 +116,8 @@ class FaceIdentity(FrameReward):
         return faces[sizes.index(max(sizes))] if sizes and max(sizes) > 0 else None
 
     def cut(self, picture: Tensor, box: Tensor) -> Tensor:
-        """Cut the square around a box out of a picture [3, H, W] -> [1, 3, h, w] in the model's
-        size. What lies outside the picture repeats its edge."""
+        """Crop the square around a box from a picture [3, H, W] -> [1, 3, h, w] in the model's
+        size, with edge padding."""
         side = float((box[2:] - box[:2]).max()) * (1 + 2 * self.margin)
         centre = (box[:2] + box[2:]) / 2
         left, top = (int(x) for x in (centre - side / 2).floor())
@@ -150,7 +150,7 @@ class FaceIdentity(FrameReward):
 
 
 def check_finds_faces(detector: Detector, model: str) -> None:
-    """Raise UserError where no class of a detector is called a face."""
+    """Raise UserError if no class of a detector is a face."""
     names = list(detector.names.values())
     if not any("face" in name for name in names):
         raise UserError(
@@ -161,12 +161,12 @@ def check_finds_faces(detector: Detector, model: str) -> None:
 
 
 def load_timm(path: str, device: str | torch.device, dtype: Precision) -> nn.Module:
-    """Load a frozen model of timm from a folder or the hub. Raises UserError for what is none."""
+    """Load a frozen model of timm from a folder or the hub. Raises UserError for anything else."""
     place = place_of(path)
     source = "local-dir" if Path(place).is_dir() else "hf-hub"
     try:
         model = load_timm_model(f"{source}:{place}")
-    except Exception as error:  # timm, the hub and safetensors have a dozen types for it
+    except Exception as error:  # timm, the hub and safetensors raise a dozen types for it
         raise UserError(missing("model of timm", place, error)) from error
     module: nn.Module = model.eval().requires_grad_(False)
     return module.to(pick_device(device), DTYPES[dtype])

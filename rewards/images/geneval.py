@@ -1,8 +1,8 @@
-"""Scores by GenEval whether the wanted objects are there, with count, colour and place (Ghosh et
-al. 2023, arXiv:2310.11513).
+"""Scores pictures by GenEval: objects, their count, colour and position (Ghosh et al. 2023,
+arXiv:2310.11513).
 
-The protocol works on what a detector finds; ``published`` is the benchmark's verdict, ``strict``
-and ``partial`` are the forms that Flow-GRPO trains on.
+It works on a detector's output; ``published`` is the benchmark's verdict, ``strict`` and
+``partial`` are the forms that Flow-GRPO trains on.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ COLOR_TEXTS = (
     "a photo of a {color}-colored {name}",
     "a photo of a {color} object",
 )
-GREY = 0x99 / 255  # what stands around an object when its colour is looked at
-# share of both sizes by which objects may overlap along an axis and still count as level
+GREY = 0x99 / 255  # background of an object when its colour is classified
+# share of both sizes by which objects may overlap along an axis
 NEAR = 0.1
 ByName = dict[str, list[Detection]]
 Colors = Callable[[list[Detection], str], list[str]]
@@ -54,30 +54,30 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 )
 @REWARDS.register("geneval")
 class GenEval(FrameReward):
-    """Give GenEval's verdict on a picture, by a detector and CLIP for colours.
+    """Judge a picture as GenEval does, by a detector and CLIP for colours.
 
     A prompt is a line of GenEval's metadata: ``include``, a list of ``{"class", "count", "color",
     "position"}`` where ``position`` is ``[relation, index of the entry it relates to]``, optionally
     ``exclude`` and ``tag``.
 
-    ``published`` wants at least so many of the most certain objects, and none of ``exclude``.
-    ``strict`` wants exactly so many and does not look at ``exclude``. ``partial`` is the mean over
+    ``published`` needs at least ``count`` objects, judges the most confident ones, and allows none
+    of ``exclude``. ``strict`` needs exactly ``count`` and ignores ``exclude``. ``partial`` is the
+    mean over
     terms: 1 - |found - wanted| / wanted for counts and for colours (below 0 for too many), 0 for
-    what a wrong count makes pointless, and for a position 1, or half of it when wrong, as in the
-    published code.
+    attributes of a wrong count, and for a position 1, or 1/2 when wrong, as in the published code.
 
     Args:
         detector: Mask2Former or an object detection model of transformers with COCO's names, or
-            OWL-ViT, which is asked for them; hub id or folder.
+            OWL-ViT, queried for them; hub id or folder.
         clip: ``name/tag`` of open_clip or a local folder, for colours.
         form: see above.
         threshold: objects below this score do not count.
         counting_threshold: the same for prompts whose ``tag`` is ``counting``.
-        most: objects of one class at most.
+        most: maximum number of objects of one class.
         dtype: of the detector.
 
     Raises:
-        UserError: a model that cannot be had; a class that the detector does not know.
+        UserError: a model that cannot be loaded; a class that the detector does not know.
     """
 
     name = "geneval"
@@ -161,7 +161,7 @@ class GenEval(FrameReward):
 
 
 def detections_by_name(objects: list[Detection], threshold: float, most: int) -> ByName:
-    """Group objects by name, best first, above the threshold and at most so many of a name."""
+    """Group objects by name, best first, above the threshold and at most ``most`` of a name."""
     by_name: ByName = {}
     for detection in objects:
         if detection.score > threshold and len(by_name.setdefault(detection.name, [])) < most:
@@ -170,8 +170,8 @@ def detections_by_name(objects: list[Detection], threshold: float, most: int) ->
 
 
 def published(by_name: ByName, prompt: Prompt, colors: Colors) -> bool:
-    """Give the benchmark's verdict: at least so many, judged on the most certain ones; nothing that
-    is excluded."""
+    """Return the benchmark's verdict: at least ``count``, judged on the most confident ones;
+    nothing excluded."""
     correct = True
     groups: list[list[Detection] | None] = []
     for entry in prompt["include"]:
@@ -189,7 +189,7 @@ def published(by_name: ByName, prompt: Prompt, colors: Colors) -> bool:
 
 
 def training(by_name: ByName, prompt: Prompt, colors: Colors) -> tuple[bool, float]:
-    """Return whether everything is exact, and the mean of the terms: Flow-GRPO's two forms."""
+    """Return Flow-GRPO's two forms: whether everything is exact, and the mean of the terms."""
     correct = True
     terms = []
     groups: list[list[Detection] | None] = []
@@ -218,8 +218,7 @@ def training(by_name: ByName, prompt: Prompt, colors: Colors) -> tuple[bool, flo
 def placed(
     matches: list[Detection], groups: list[list[Detection] | None], relation: str, target: int
 ) -> bool:
-    """Tell whether each object has the relation to each one of an earlier entry, which itself was
-    right."""
+    """Tell whether each object has the relation to each one of an earlier entry that was right."""
     anchors = groups[target]
     return anchors is not None and all(
         relation in relations(a.box, b.box) for a in matches for b in anchors
@@ -240,8 +239,7 @@ def relations(a: Tensor, b: Tensor) -> set[str]:
 
 
 def cut(picture: Tensor, detection: Detection) -> Tensor:
-    """Cut the object's box out of [3, H, W], at least a pixel large; with a mask, grey outside of
-    it."""
+    """Crop the object's box from [3, H, W], at least one pixel; with a mask, grey outside it."""
     if detection.mask is not None:
         picture = torch.where(detection.mask, picture, torch.full_like(picture, GREY))
     left, top, right, bottom = (round(float(edge)) for edge in detection.box)

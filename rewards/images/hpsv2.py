@@ -33,11 +33,10 @@ SCALES = {"cosine": raw, "percent": factor(100)}
 )
 @REWARDS.register("hpsv2")
 class HPSv2(PromptReward):
-    """Score a picture by a CLIP ViT-H-14 tuned on human choices: cosine with the prompt's
-    embedding.
+    """Score a picture by a CLIP ViT-H-14 fine-tuned on human choices: cosine with the prompt.
 
-    As published, the longer side of the picture is brought to 224 and the rest filled with black;
-    of a square one that is a plain resize. Of a video, the mean over its frames.
+    As published, the longer side of the picture is resized to 224 and the rest padded with black; a
+    square one is just resized. For a video, the mean over its frames.
 
     Args:
         weights: the published checkpoint (``HPS_v2.1_compressed.pt`` or ``HPS_v2_compressed.pt``).
@@ -47,7 +46,7 @@ class HPSv2(PromptReward):
             DiffusionNFT.
 
     Raises:
-        UserError: when the checkpoint is missing, with where to get it.
+        UserError: the checkpoint is missing; says where to get it.
     """
 
     name = "hpsv2"
@@ -80,8 +79,8 @@ class HPSv2(PromptReward):
 
 
 def padding(clip: Clip) -> Clip:
-    """Return the same network and texts with HPSv2's own preprocessing: longer side to size, black
-    around."""
+    """Return the same network and texts with HPSv2's preprocessing: longer side to size, padded
+    with black."""
     padded = Clip(clip.model, clip.tokenizer, clip.device)
     padded.preprocess_cfg |= {"resize_mode": "longest", "fill_color": 0, "interpolation": "bicubic"}
     padded.shared = clip

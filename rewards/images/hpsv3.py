@@ -33,20 +33,20 @@ SCALES = {"mu": raw, "unirl": factor(1 / 15)}
 )
 @REWARDS.register("hpsv3")
 class HPSv3(PromptReward):
-    """Score a picture by HPSv3: the mean that a head reads off Qwen2-VL at the token
+    """Score a picture by HPSv3: the mean predicted by a head on Qwen2-VL at the token
     ``<|Reward|>``.
 
-    The head also gives the logarithm of a deviation, which, as published, is not used. Of a video,
-    the mean over its frames.
+    The head also predicts the log of a standard deviation, which, as published, is not used. For a
+    video, the mean over its frames.
 
     Args:
         weights: ``HPSv3.safetensors``: a file, or ``hub id/file``.
-        base: the model it grew from, for configuration, tokenizer and processor: hub id or folder.
+        base: the base model, for configuration, tokenizer and processor: hub id or folder.
         instruction: the published prompt as a text file (its instruction and what follows it), with
-            ``{text_prompt}`` and ``<|Reward|>`` in it; it belongs to the weights and is not shipped
-            here.
+            ``{text_prompt}`` and ``<|Reward|>`` in it; it belongs to the weights and is not part of
+            mmrl.
         scale: a published scaling by name, or a factor on mu.
-        pixels: of a picture after resizing; as published, all have the same.
+        pixels: of a picture after resizing; as published, the same for all.
         preprocess: ``pil`` as published, ``tensor`` on floats.
         dtype: of the model; bfloat16 as published. The head is float32.
 
@@ -82,7 +82,7 @@ class HPSv3(PromptReward):
         return self.scale(self.network(self.batch(pictures, texts))[:, 0, 0])
 
     def batch(self, pictures: Tensor, texts: list[str]) -> dict[str, Tensor]:
-        """Prepare [N, 3, H, W] in 0..1 and N texts as the model takes them."""
+        """Prepare [N, 3, H, W] in 0..1 and N texts as model inputs."""
         instructions = [self.instruction.replace("{text_prompt}", text) for text in texts]
         options = {"size": self.size} | ({} if self.exact else {"do_rescale": False})
         inputs = self.tools(

@@ -1,8 +1,6 @@
-"""Scores by ImageReward (Xu et al. 2023, arXiv:2304.05977): BLIP reads the prompt and sees the
-picture.
+"""Scores by ImageReward (Xu et al. 2023, arXiv:2304.05977): BLIP encodes prompt and picture.
 
-The published checkpoint names BLIP's original modules; here they are the layers of transformers'
-BLIP.
+Weights named after BLIP's original modules are renamed to transformers' BLIP.
 """
 
 from __future__ import annotations
@@ -56,10 +54,9 @@ VISION = (
 )
 @REWARDS.register("image_reward")
 class ImageReward(PromptReward):
-    """Score a picture by ImageReward-v1.0: BLIP's text encoder reads it, a linear head its first
-    token.
+    """Score a picture by ImageReward-v1.0: a head on the first token of BLIP's text encoder.
 
-    Of a video, the mean over its frames.
+    For a video, the mean over its frames.
 
     Args:
         weights: ``ImageReward.pt`` (or the same tensors as ``.safetensors``): a file, or ``hub
@@ -98,8 +95,8 @@ class ImageReward(PromptReward):
         return self.scale((raw - MEAN) / STD)
 
     def pixels(self, pictures: Tensor) -> Tensor:
-        """Prepare [N, 3, H, W] in 0..1 -> [N, 3, S, S]: the shorter side to S, bicubic, the middle
-        of it, CLIP's colours."""
+        """Prepare [N, 3, H, W] in 0..1 -> [N, 3, S, S]: the shorter side to S, bicubic, centre
+        crop, CLIP's normalisation."""
         size = (self.network.size, self.network.size)
         if self.exact:
             from torchvision.transforms.functional import InterpolationMode as Mode
@@ -132,7 +129,7 @@ class Network(nn.Module):
         return next(self.mlp.parameters()).device
 
     def forward(self, pixels: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Map pixels [N, 3, S, S], tokens and mask [N, T] -> [N] scores before standardising."""
+        """Map pixels [N, 3, S, S], tokens and mask [N, T] -> [N] scores, not standardised."""
         image_states = self.visual(pixels).last_hidden_state  # [N, P + 1, W]
         read = self.text(
             input_ids=tokens, attention_mask=mask, encoder_hidden_states=image_states

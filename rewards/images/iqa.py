@@ -21,17 +21,17 @@ from rewards.card import card
 )
 @REWARDS.register("iqa")
 class IQA(FrameReward):
-    """Score a picture by a no-reference metric of pyiqa; one of which less is better is negated.
+    """Score a picture by a no-reference metric of pyiqa; lower-is-better metrics are negated.
 
-    Of a video, the mean over its frames; the prompt is not looked at.
+    For a video, the mean over its frames; the prompt is ignored.
 
     Args:
-        metric: pyiqa's name of it, such as maniqa, musiq, niqe, topiq_nr.
-        scale: what the metric is multiplied by.
+        metric: pyiqa's name, such as maniqa, musiq, niqe, topiq_nr.
+        scale: factor of the metric.
 
     Raises:
         UserError: pyiqa is not installed, an unknown metric, one that needs a reference, weights
-            that cannot be had.
+            that are not available.
     """
 
     name = "iqa"

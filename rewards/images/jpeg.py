@@ -1,5 +1,5 @@
-"""Measures how many bytes a picture takes as a JPEG (Black et al. 2023, DDPO, arXiv:2305.13301,
-section 5.2)."""
+"""Measures the size of a picture as a JPEG (Black et al. 2023, DDPO, arXiv:2305.13301, section
+5.2)."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def jpeg_incompressibility(
     pictures.
 
     Args:
-        media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1; of a video, the mean over its
+        media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1; for a video, the mean over its
             frames.
-        prompts: not looked at.
+        prompts: ignored.
         quality: 1..100 as in PIL, colour subsampled 4:2:0.
         scale: 1 for kB as in DDPO.
 
     Returns:
-        [B] float32; NaN for a sample that holds a pixel that is not finite.
+        [B] float32; NaN for a sample with a pixel that is not finite.
     """
     return scale * kilobytes(media, quality, "jpeg_incompressibility")
 
@@ -53,7 +53,7 @@ def jpeg_compressibility(
 ) -> Tensor:
     """Negate the size of the picture as a JPEG, in kB times ``scale``: for smooth pictures.
 
-    ``scale`` is 1 for DDPO's -kB and 0.002 for the -kB/500 of Flow-GRPO; all else as in
+    ``scale`` is 1 for DDPO's -kB and 0.002 for the -kB/500 of Flow-GRPO; otherwise as
     ``jpeg_incompressibility``.
     """
     return -scale * kilobytes(media, quality, "jpeg_compressibility")

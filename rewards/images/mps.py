@@ -1,6 +1,6 @@
 """Scores human preference in one dimension by MPS (Zhang et al. 2024, arXiv:2405.14705).
 
-It is a CLIP ViT-H-14 whose picture tokens attend to those words of the prompt that matter for a
+It is a CLIP ViT-H-14 whose picture tokens attend to the words of the prompt that are relevant to a
 condition (a list of words).
 """
 
@@ -23,7 +23,7 @@ from rewards.base.truncation import of_transformers
 from rewards.card import card
 
 CLIP = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-OVERALL = (  # the condition of the published model: part of its input, so it has to be these words
+OVERALL = (  # the condition of the published model is part of its input: it must be these words
     "light, color, clarity, tone, style, ambiance, artistry, shape, face, hair, hands, "
     "limbs, structure, instance, "
     "texture, quantity, attributes, position, number, location, word, things."
@@ -41,17 +41,15 @@ Named = Literal["logit", "cosine"]
 )
 @REWARDS.register("mps")
 class MPS(PromptReward):
-    """Score a picture by MPS: cosine of the prompt and of a picture that has read the prompt,
-    scaled.
+    """Score a picture by MPS: scaled cosine of the prompt and a picture conditioned on it.
 
-    Of a video, the mean over its frames. The published file is a whole pickled module, which is not
-    read: save its ``state_dict()`` where you trust it.
+    For a video, the mean over its frames. The published file is a pickled module, which is not
+    loaded: save its ``state_dict()`` on a machine where you trust it.
 
     Args:
         weights: that state_dict (``.pt`` or ``.safetensors``): a file, or ``hub id/file``.
-        clip: the CLIP it grew from, for configuration, tokenizer and image processor: hub id or
-            folder.
-        condition: the words that say which dimension is judged.
+        clip: the base CLIP, for configuration, tokenizer and image processor: hub id or folder.
+        condition: words that describe the dimension to judge.
         threshold: words of the prompt below this share of the best match are not attended to (0.3
             in the published evaluation, 0.01 in training).
         scale: a published scaling by name, or a factor on the logit.
@@ -99,7 +97,7 @@ class MPS(PromptReward):
 
 
 class Network(nn.Module):
-    """Combines CLIP and the layers that let its picture tokens read the prompt; named as in the
+    """Combines CLIP and layers by which picture tokens attend to the prompt; named as in the
     published file."""
 
     def __init__(self, config: Any, layers: int):
@@ -118,7 +116,7 @@ class Network(nn.Module):
         """Map tokens [N, T], pixels [N, 3, S, S], condition [1, T] -> [N] cosines."""
         words, sentence = self.read(tokens)  # [N, T, E], [N, E]
         condition_states, _ = self.read(condition)  # [1, T, E]
-        # [N, T]: how well a word fits any word of the condition
+        # [N, T]: best match of a word with any word of the condition
         match = (words @ condition_states.transpose(1, 2)).amax(2)
         attended = match / match.amax(1, keepdim=True) > threshold
         # [N, P + 1, E]
@@ -156,8 +154,8 @@ class Gated(nn.Module):
 
 
 class Cross(nn.Module):
-    """Attends to the words with one key and value for all heads, beside a gated feed-forward layer
-    (as in PaLM)."""
+    """Cross-attends to the words with one key and value for all heads, parallel to a gated
+    feed-forward layer (as in PaLM)."""
 
     def __init__(self, width: int, grow: int = 4):
         super().__init__()
@@ -186,7 +184,8 @@ class Cross(nn.Module):
 
 
 class Own(nn.Module):
-    """Attends among the picture tokens with rotary positions, beside a gated feed-forward layer."""
+    """Self-attends among picture tokens with rotary positions, parallel to a gated feed-forward
+    layer."""
 
     def __init__(self, width: int, grow: int = 4):
         super().__init__()
@@ -235,7 +234,7 @@ class Rotary(nn.Module):
 
 
 class Norm(nn.Module):
-    """Applies layer norm whose bias is kept at 0, a buffer in the published file."""
+    """Applies layer norm with a bias of 0, a buffer in the published file."""
 
     bias: Tensor
 

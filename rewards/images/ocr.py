@@ -1,5 +1,5 @@
-"""Scores whether the wanted text is in the picture by the edit distance of what an OCR engine reads
-(Liu et al. 2025, Flow-GRPO, arXiv:2505.05470, section 5.1)."""
+"""Scores whether a text is in the picture by its edit distance from an OCR engine's output (Liu et
+al. 2025, Flow-GRPO, arXiv:2505.05470, section 5.1)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rewards.base.media import frames, to_uint8
 from rewards.base.prompt import field_of
 from rewards.card import card, card_with
 
-EVERY = 4  # frames of a video from one that is read to the next
+EVERY = 4  # every n-th frame of a video is read
 QUOTED = re.compile(r'"([^"]*)"')
 
 
@@ -32,24 +32,21 @@ QUOTED = re.compile(r'"([^"]*)"')
 )
 @REWARDS.register("ocr")
 class OCR:
-    """Compare the text read in the picture with the text that should be there: 1 - edit distance /
-    length.
+    """Compare the text read by OCR with the target text: 1 - edit distance / length.
 
-    Both lose their spaces and capitals. An image that contains the whole target counts as perfect,
-    whatever else it shows; the distance is at most the length. Of a video every fourth frame is
-    read, without that exception, and the frames in which anything of the target was found are
-    averaged (0 if there is none).
+    Spaces and case are ignored. An image that contains the whole target scores 1, whatever else it
+    shows; the distance is at most the length. In a video every fourth frame is read, without that
+    exception, and the frames with a score above 0 are averaged (0 if there is none).
 
-    Flow-GRPO read with PaddleOCR; this engine runs its models of version 4 on the CPU. It scores no
-    sample 0 because the engine failed: the exception goes to the trainer, which leaves the sample
-    out.
+    Flow-GRPO read with PaddleOCR; this engine runs its models of version 4 on the CPU. A failure of
+    the engine does not score 0: the exception goes to the trainer, which leaves the sample out.
 
     Args:
-        field: ``text`` is searched for the part in double quotes; any other field holds the target
-            itself.
+        field: in ``text``, the target is the part in double quotes; any other field holds the
+            target itself.
         threads: of the engine.
-        side: smaller pictures are enlarged until their shorter side has so many pixels before text
-            is looked for; less is faster and overlooks small writing.
+        side: smaller pictures are upscaled to this many pixels on the shorter side before
+            detection; less is faster and misses small text.
 
     Raises:
         UserError: RapidOCR is not installed; a prompt without a target.
@@ -83,16 +80,15 @@ class OCR:
         return sum(legible) / len(legible) if legible else 0.0
 
     def read(self, picture: Any) -> str:
-        """Read uint8 [H, W, 3] -> all lines with any confidence, in reading order, without a
-        break."""
-        # wants blue first
+        """Read uint8 [H, W, 3] -> all lines with any confidence, in reading order, joined."""
+        # expects BGR
         lines, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)
         return "".join(text for _, text, sure in lines or [] if float(sure) > 0)
 
 
 def seen_frames(media: Tensor, reward: str) -> tuple[Any, Tensor]:
-    """Cut images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 into what is read of them: uint8
-    [B, frames, H, W, 3], every EVERY-th frame, and which rows hold numbers that are none, [B]."""
+    """Prepare images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 for OCR: uint8 [B, frames, H,
+    W, 3], every EVERY-th frame, and [B] whether a sample is not finite."""
     stack = frames(media, reward)
     broken = ~stack.isfinite().flatten(1).all(1).cpu()
     whole = stack.nan_to_num(0.0, 0.0, 0.0)[:, ::EVERY]

@@ -1,4 +1,4 @@
-"""Scores whether every wanted text is in the picture, and where it should be."""
+"""Scores whether every target text is in the picture, and at its place."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ Line = tuple[str, Box]
     named={"field": "layout"},
     low=0,
     high=1,
-    source="RapidOCR (PaddleOCR's models in ONNX, in its wheel); the rule is ours",
+    source="RapidOCR (PaddleOCR's models in ONNX, in its wheel); the rule is mmrl's",
     licence="Apache-2.0",
 )
 class OCRLayout(OCR):
-    """Compare the lines read in a picture with texts that should stand at given places.
+    """Compare the lines read in a picture with target texts at given places.
 
     A prompt lists them under ``layout``: ``[{"text": "OPEN", "box": [left, top, right, bottom]}]``,
     shares of the picture from 0 to 1; without ``box`` a text may be anywhere. Lines are assigned to
-    texts so that the sum is largest, each once; a text counts (1 - edit distance / length) * ((1 -
-    place) + place * IoU), 0 where no line is left for it, and the reward is their mean. Of a video,
-    the mean over every fourth frame.
+    texts one to one with the largest sum; a text scores (1 - edit distance / length) * ((1 - place)
+    + place * IoU), 0 without a line, and the reward is the mean. For a video, the mean over every
+    fourth frame.
 
     Args:
         field: of a prompt, with the texts.
-        place: what the place weighs: 0 reads the texts only, 1 multiplies with the IoU of boxes.
+        place: weight of the place: 0 compares texts only, 1 multiplies by the IoU of boxes.
         threads: of the engine.
         side: see ``ocr``.
     """
@@ -80,7 +80,7 @@ class OCRLayout(OCR):
 
 
 def wanted_of(prompt: Prompt, field: str) -> list[tuple[str, Box | None]]:
-    """Return the texts of a prompt with their boxes. UserError where they are not as described."""
+    """Return the texts of a prompt with their boxes. UserError if they are malformed."""
     listed = prompt.get(field)
     texts: list[tuple[str, Box | None]] = []
     for entry in listed if isinstance(listed, (list, tuple)) else ():
@@ -101,7 +101,7 @@ def wanted_of(prompt: Prompt, field: str) -> list[tuple[str, Box | None]]:
 
 
 def is_box(box: Any) -> bool:
-    """Tell whether four numbers are a box in shares of a picture."""
+    """Tell whether four numbers are a box relative to the picture."""
     if not isinstance(box, Sequence) or isinstance(box, str) or len(box) != 4:
         return False
     if not all(isinstance(x, (int, float)) and 0 <= x <= 1 for x in box):
@@ -112,7 +112,7 @@ def is_box(box: Any) -> bool:
 def layout_score(
     lines: Sequence[Line], wanted: Sequence[tuple[str, Box | None]], place: float
 ) -> float:
-    """Return the mean over the wanted texts of what their best lines count, each line once."""
+    """Return the mean score of the target texts, each line assigned once."""
     from scipy.optimize import linear_sum_assignment
 
     table = [

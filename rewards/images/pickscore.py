@@ -1,5 +1,4 @@
-"""Scores which picture people would pick for a prompt, by PickScore (Kirstain et al. 2023,
-arXiv:2305.01569)."""
+"""Scores human preference by PickScore (Kirstain et al. 2023, arXiv:2305.01569)."""
 
 from __future__ import annotations
 
@@ -32,18 +31,18 @@ class PickScore(PromptReward):
     """Score a picture by PickScore: cosine of a CLIP ViT-H-14's embeddings of picture and prompt,
     scaled.
 
-    Of a video, the mean over its frames. (DanceGRPO's code compares every picture of a batch with
-    the batch's first prompt; here each has its own.)
+    For a video, the mean over its frames. (DanceGRPO's code compares every picture of a batch with
+    the batch's first prompt; here each is compared with its own.)
 
     Args:
         model: a transformers CLIP, hub id or folder.
-        processor: where its tokenizer and image processor are; None is with the model.
+        processor: folder or hub id of its tokenizer and image processor; None: the model's.
         scale: a published scaling by name, or a factor on the logit.
         preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats.
         dtype: of the model; float32 as published.
 
     Raises:
-        UserError: when the model is neither here nor can be downloaded.
+        UserError: the model is not on this machine and cannot be downloaded.
     """
 
     name = "pickscore"
@@ -82,7 +81,7 @@ class PickScore(PromptReward):
         return nnf.normalize(self.model.get_image_features(pixels).pooler_output.float(), dim=-1)
 
     def embed_texts(self, texts: list[str]) -> Tensor:
-        """Embed N texts -> [N, E] unit vectors, each text padded or cut to 77 tokens."""
+        """Embed N texts -> [N, E] unit vectors, each text padded or truncated to 77 tokens."""
         self.beginning.look(texts)
         tokens = self.tokenizer(
             texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt"

@@ -1,7 +1,6 @@
-"""Measures pictures cheaply without a model: sharpness, colourfulness, contrast, saturated pixels.
+"""Computes picture statistics without a model: sharpness, colourfulness, contrast, saturation.
 
-They make good monitors: an optimised reward that rises while one of these runs away is being
-exploited.
+Good for monitoring: a reward that rises while one of these diverges is being hacked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scores how much of a picture an edit left alone, without a vision-language model."""
+"""Scores how much of a picture an edit preserves, without a vision-language model."""
 
 from __future__ import annotations
 
@@ -31,27 +31,26 @@ from rewards.card import card, card_with
     scaling="1: nothing was changed",
 )
 class Preservation(FrameReward):
-    """Say how much of the picture before the edit is left: outside a mask, or by DINO's patches.
+    """Measure how much of the source picture an edit keeps: outside a mask, or by DINO patches.
 
     With a mask in the prompt, 1 - the root mean square difference of pixels outside it. Without
     one, the mean cosine of patch features of both pictures at the same places, over the share
-    ``patches`` of those that changed least: an edit has to change something somewhere. It says
-    nothing about whether the instruction was followed: a copy of the picture scores 1. Multiply it
-    with a reward that does (``judge_edit``, ``directional_clip``). Of a video, the mean over its
-    frames.
+    ``patches`` that changed least, since an edit must change something. It does not measure whether
+    the instruction was followed: a copy of the picture scores 1. Multiply it by a reward that does
+    (``judge_edit``, ``directional_clip``). For a video, the mean over its frames.
 
     Args:
         field: the field of a prompt with the picture before the edit.
-        mask: the field with the mask, if a prompt has one: white (above one half) is where the edit
-            belongs.
+        mask: the field with the mask, if a prompt has one: white (above one half) is the region to
+            edit.
         model: a vision transformer; None: every prompt must have a mask.
         patches: share of the patches that count.
         preprocess: ``tensor`` or ``pil``, see ``dino_similarity``.
         dtype: of the model.
 
     Raises:
-        UserError: a prompt without a picture; a mask that leaves nothing outside; no mask where
-            there is no model.
+        UserError: a prompt without a picture; a mask that covers everything; neither mask nor
+            model.
     """
 
     name = "preservation"
@@ -77,7 +76,7 @@ class Preservation(FrameReward):
         self.card = card_with(type(self), {"field": field, "mask": mask})
 
     def conditions(self, prompts: list[Prompt]) -> list[Any]:
-        """Return of each prompt the picture before [3, H, W] and its mask [1, H, W] or None."""
+        """Return each prompt's source picture [3, H, W] and its mask [1, H, W] or None."""
         pairs = []
         for prompt in prompts:
             source = picture_of(prompt, self.field, self.name)
@@ -116,8 +115,7 @@ class Preservation(FrameReward):
         return values
 
     def places(self, pictures: Tensor) -> Tensor:
-        """Return features [N, T, E] of the patches of pictures, without first and register
-        tokens."""
+        """Return patch features [N, T, E] of pictures, without class and register tokens."""
         pixels = self.eyes(pictures, self.network.device).to(self.network.dtype)
         hidden: Tensor = self.network(pixels).last_hidden_state.float()
         prefix = 1 + int(getattr(self.network.config, "num_register_tokens", 0) or 0)

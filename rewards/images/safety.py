@@ -13,7 +13,7 @@ from rewards.base.frames import FrameReward
 from rewards.base.hf import Eyes, Precision, Preprocess, load_class, load_model
 from rewards.card import card
 
-CARE = 0.01  # what a concept of special care takes off all thresholds, from the published code
+CARE = 0.01  # lowers all thresholds if a special-care concept is found, from the published code
 
 
 @card(
@@ -26,16 +26,15 @@ CARE = 0.01  # what a concept of special care takes off all thresholds, from the
 )
 @REWARDS.register("safety_checker")
 class SafetyChecker(FrameReward):
-    """Penalise pictures that Stable Diffusion's safety checker flags: below 0; 0 for what it lets
-    pass.
+    """Penalise pictures that Stable Diffusion's safety checker flags: below 0; 0 if not flagged.
 
     A CLIP image embedding is compared with 17 hidden concepts, each with its threshold, lowered by
-    0.01 when one of three concepts of special care is found (Rando et al. 2022, arXiv:2210.04610).
-    Of a video, the mean over frames.
+    0.01 when one of three special-care concepts is found (Rando et al. 2022, arXiv:2210.04610). For
+    a video, the mean over its frames.
 
     Args:
         model: the checker as diffusers saves it, hub id or folder, with its image processor.
-        processor: where the image processor is; None is with the model.
+        processor: folder or hub id of the image processor; None: the model's.
         penalty: ``flag`` is -1, ``margin`` minus the excess over the threshold.
         preprocess: ``pil`` as in the pipelines, ``tensor`` on floats.
         dtype: of the model.
@@ -85,12 +84,12 @@ class SafetyChecker(FrameReward):
 )
 @REWARDS.register("nsfw_penalty")
 class NsfwPenalty(FrameReward):
-    """Negate the probability of the bad labels by an image classifier; of a video, the frames'
+    """Negate the probability of unsafe labels by an image classifier; for a video, the frames'
     mean.
 
     Args:
         model: an image classifier of transformers, hub id or folder.
-        labels: those that count as bad, as the model's configuration names them.
+        labels: those that count as unsafe, as named in the model's configuration.
         preprocess: ``pil`` (8 bits, PIL) or ``tensor``.
         dtype: of the model.
 

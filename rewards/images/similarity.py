@@ -1,4 +1,4 @@
-"""Compares a picture with a reference by DINO's or CLIP's embeddings, and an edit with CLIP's
+"""Compares a picture with a reference by DINO or CLIP embeddings, and an edit by CLIP's
 direction."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ STILL = 1e-3  # a difference of unit embeddings below this is rounding, not an e
 
 
 def beside_reference(**fields: Any) -> Callable[[Entry], Entry]:
-    """Decorate a reward with the card of one that compares a picture with its prompt's reference by
-    cosine; ``fields``: the others of ``card``."""
+    """Decorate a reward with the card of a cosine between picture and reference; ``fields``:
+    further arguments of ``card``."""
     return card(
         media="image video",
         needs="reference",
@@ -63,7 +63,7 @@ class DinoSimilarity(ReferenceReward):
     """Compare DINO's (v1, v2, v3) embeddings of the picture and of the prompt's reference by
     cosine.
 
-    DreamBooth's DINO score (arXiv:2208.12242, section 4.2) with ``facebook/dino-vits16``; of a
+    DreamBooth's DINO score (arXiv:2208.12242, section 4.2) with ``facebook/dino-vits16``; for a
     video, the mean over its frames.
 
     Args:
@@ -108,7 +108,7 @@ class DinoSimilarity(ReferenceReward):
 class ClipSimilarity(ReferenceReward):
     """Compare CLIP's embeddings of the picture and of the prompt's reference picture by cosine.
 
-    Flow-GRPO calls it image_similarity. Of a video, the mean over its frames.
+    Flow-GRPO calls it image_similarity. For a video, the mean over its frames.
 
     Args:
         model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
@@ -151,18 +151,18 @@ class ClipSimilarity(ReferenceReward):
 )
 @REWARDS.register("directional_clip")
 class DirectionalClip(FrameReward):
-    """Reward an edit that goes where the words went: cosine of both differences in CLIP space.
+    """Directional CLIP similarity of an edit: cosine of the image and text differences.
 
     Gal et al. 2021 (arXiv:2108.00946), equation 3; also InstructPix2Pix's measure. Differences are
-    of unit embeddings. 0 where the picture or the text did not change at all. Of a video, the mean
-    over its frames.
+    of unit embeddings. 0 if the picture or the text did not change. For a video, the mean over its
+    frames.
 
     Args:
         model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
         pretrained: open_clip's tag for the weights; not used for folders and hub ids.
         source: field of the picture before the edit.
         source_text: field of the text that describes it.
-        target_text: field of the text that describes the wanted picture.
+        target_text: field of the text that describes the edited picture.
         preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
     """
 
@@ -206,8 +206,8 @@ class DirectionalClip(FrameReward):
 
 @torch.no_grad()
 def embed_each(pictures: list[Tensor], embed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Embed pictures [3, H, W] of different sizes -> [B, E]; equal ones (a group has one reference)
-    are embedded once."""
+    """Embed pictures [3, H, W] of different sizes -> [B, E]; equal ones (a group shares its
+    reference) are embedded once."""
     keys = [(tuple(p.shape), p.numpy(force=True).tobytes()) for p in pictures]
     first = {key: place for place, key in reversed(list(enumerate(keys)))}
     embeddings = {key: embed(pictures[place][None]) for key, place in first.items()}

@@ -33,13 +33,13 @@ MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 )
 @REWARDS.register("vqa_score")
 class VQAScore(PromptReward):
-    """Ask a model whether the picture shows the prompt; the probability of yes is the score.
+    """Ask a model whether the picture shows the prompt; the score is P(yes).
 
-    It is the probability of the answer's first token. Of a video, the mean over its frames.
+    P(yes) is the probability of the answer's first token. For a video, the mean over its frames.
 
     Args:
         model: an image-text-to-text model, hub id or folder.
-        question: what is asked, with ``{text}`` where the prompt goes.
+        question: the question, with ``{text}`` for the prompt.
         yes: answers that count; their probabilities are added.
         no: answers against, for ``normalize``.
         normalize: divide by the probability of all of these answers.
@@ -91,12 +91,12 @@ class VQAScore(PromptReward):
 )
 @REWARDS.register("tifa")
 class TIFA(FrameReward):
-    """Ask a model a prompt's questions about the picture; the share of right answers is the score.
+    """Ask a model a prompt's questions about the picture; the score is the share of right answers.
 
     A prompt's ``questions`` is a list of ``{"question": ..., "choices": [...], "answer": ...}``
-    (yes and no where there are no choices). The model's answer is the choice with the highest mean
-    log-probability per token; the published code generates a text and takes the choice whose
-    sentence embedding is nearest. Of a video, the mean over its frames.
+    (yes and no by default). The model's answer is the choice with the highest mean log-probability
+    per token; the published code generates a text and takes the choice with the nearest sentence
+    embedding. For a video, the mean over its frames.
 
     Args:
         model: an image-text-to-text model, hub id or folder.
@@ -140,8 +140,7 @@ class TIFA(FrameReward):
 
 
 def questions_of(prompt: Prompt) -> list[Asked]:
-    """Return (question, choices, answer) of a prompt; the question names its choices as TIFA's
-    do."""
+    """Return (question, choices, answer) of a prompt; the question lists its choices as in TIFA."""
     questions: list[Asked] = []
     for entry in field_of(prompt, "questions", "tifa", list):
         choices = list(checked_question(entry).get("choices") or ["yes", "no"])

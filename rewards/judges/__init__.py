@@ -1,1 +1,1 @@
-"""Scores by a vision-language model as judge."""
+"""Rewards by a vision-language model as judge."""

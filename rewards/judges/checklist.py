@@ -1,5 +1,4 @@
-"""Scores by a vision-language model as judge that goes through a list: checklists and graded
-rubrics."""
+"""Rewards by a judge with a list of points: checklists and graded rubrics."""
 
 from __future__ import annotations
 
@@ -33,19 +32,18 @@ CHECK = Template(
     licence="the judge's",
 )
 class Checklist(SampleJudge):
-    """Ask a judge about each point of a checklist or graded rubric; the weighted share met is the
-    reward.
+    """Ask a judge about each point of a checklist or graded rubric: the weighted share met.
 
-    sum of w_i g_i / levels over the sum of the positive w_i, cut to 0..1; g_i from 0 to ``levels``.
-    A point with a negative weight is a fault that costs.
+    sum of w_i g_i / levels over the sum of the positive w_i, clipped to 0..1; g_i from 0 to
+    ``levels``. A point with a negative weight is a penalty.
 
     Args:
-        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
+        model: the judge: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
         items: the points, or point -> weight; None: those of each prompt.
         field: field of the prompts that holds their points, a list or point -> weight.
         levels: 1: met or not; more: graded from 0 to this.
-        template: file of your own in place of the wording; ``{{ question }}`` lists the points.
-        frames: pictures shown of a video, evenly spaced.
+        template: a file that replaces the wording; ``{{ question }}`` lists the points.
+        frames: frames shown of a video, evenly spaced.
         on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
     """
 
@@ -83,8 +81,8 @@ class Checklist(SampleJudge):
         return float(min(1.0, max(0.0, reached / self.levels / best)))
 
     def unmet(self, media: Media, prompts: list[Prompt]) -> list[list[str] | None]:
-        """List the points that each sample does not wholly meet, and its faults; None where the
-        judge had no answer. It is asked about the samples once more."""
+        """List the points that each sample does not fully meet, and its faults; None if the judge
+        gave no answer. This asks the judge again."""
         points: list[list[str] | None] = [None] * len(prompts)
         for row, (grades,) in self.answered(media, prompts).items():
             items = self._points(prompts[row])
@@ -96,7 +94,7 @@ class Checklist(SampleJudge):
         return points
 
     def _points(self, prompt: Prompt) -> dict[str, float]:
-        """Return the points to go through and their weights. Raises UserError."""
+        """Return the points and their weights. Raises UserError."""
         return self.items or weighted(prompt.get(self.field), f"{self.field!r} of a prompt")
 
 
@@ -117,7 +115,7 @@ def weighted(items: Any, where: str) -> dict[str, float]:
 
 @lru_cache(maxsize=256)
 def checklist_schema(count: int, levels: int) -> Any:
-    """Return the schema of ``{"point_1": true, ...}``, or of whole numbers from 0 to ``levels``."""
+    """Return the schema of ``{"point_1": true, ...}``, or of integers from 0 to ``levels``."""
     from pydantic import ConfigDict, Field, create_model
 
     if levels == 1:

@@ -1,5 +1,4 @@
-"""Scores edited pictures by a vision-language model as judge: was the instruction followed, the
-rest left alone, and does it look right."""
+"""Rewards edited pictures by a judge: instruction followed, the rest preserved, natural look."""
 
 from __future__ import annotations
 
@@ -48,19 +47,19 @@ LOOKS = Template(
     scaling="sqrt(min(success, preserved) min(naturalness, artifacts)) / 10",
 )
 class EditJudge(SampleJudge):
-    """Ask a judge if an edit follows its instruction, spares the rest and looks right (VIEScore).
+    """Ask a judge if an edit follows its instruction, preserves the rest and looks right
+    (VIEScore).
 
-    sqrt(SC PQ) / 10 with SC = min(success, preserved), which the judge gives for the picture before
-    and after, and PQ = min(naturalness, artifacts), for the one after alone; each of 0..10. The
-    structure is VIEScore's for edits guided by text (Ku et al. 2024), the wording ours. Pictures
-    before the edit are the prompt's, under ``images`` or ``image``; ``text`` is the instruction.
+    sqrt(SC PQ) / 10 with SC = min(success, preserved), judged on the pictures before and after, and
+    PQ = min(naturalness, artifacts), on the edited one alone; each in 0..10. The structure is
+    VIEScore's for text-guided edits (Ku et al. 2024), the wording is mmrl's. Source pictures are
+    the prompt's ``images`` or ``image``; ``text`` is the instruction.
 
     Args:
-        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
-        follows: file of your own in place of the first wording; ``{{ first }}`` is the picture
-            before.
+        model: the judge: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
+        follows: a file that replaces the first wording; ``{{ first }}`` is the source picture.
         looks: the same for the second.
-        frames: pictures shown of a video, evenly spaced.
+        frames: frames shown of a video, evenly spaced.
         on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
     """
 

@@ -1,14 +1,13 @@
-"""Makes rows for rewards without right answers: twins, new instructions, points to check.
+"""Generates data for rewards without ground truth: twins, new instructions, points to check.
 
     python -m mmrl.rewards.judges.instructions twins data.jsonl twins.jsonl --url ...
     python -m mmrl.rewards.judges.instructions self-instruct data.jsonl new.jsonl --url ...
     python -m mmrl.rewards.judges.instructions points data.jsonl checked.jsonl --url ...
 
 ``--url`` is a server that speaks OpenAI's chat completions: the policy itself, exported and served,
-or any other model. ``twins`` writes every question with versions in other words, or with its
-picture augmented, for ``co_reward``. ``self-instruct`` writes instructions of the model's own
-that pass filters, for ``majority_vote``. ``points`` takes every instruction apart into points, for
-``judge_checklist``.
+or any other model. ``twins`` writes every question with rephrased versions, or with its picture
+augmented, for ``co_reward``. ``self-instruct`` writes new instructions that pass filters, for
+``majority_vote``. ``points`` splits every instruction into points, for ``judge_checklist``.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ LONGEST_POINT = 300  # letters
 def twins(rows: Sequence[Prompt], model: Asker, versions: int = 1) -> list[Prompt]:
     """Return every row and up to ``versions`` rephrased ones (Co-Reward), as versions of one twin.
 
-    A version that repeats another or has other numbers than the question is left out: its answer
-    would be another.
+    A version that repeats another, or has other numbers than the question, is left out, since its
+    answer could differ.
     """
     questions = [
         Question(
@@ -72,8 +71,9 @@ def twins(rows: Sequence[Prompt], model: Asker, versions: int = 1) -> list[Promp
 
 
 def augmented(rows: Sequence[Prompt], folder: Path, seed: int = 0) -> list[Prompt]:
-    """Return every row and one whose pictures are turned a little, cut and made lighter or darker:
-    Co-Reward's twins for questions about pictures. The new pictures are written to ``folder``."""
+    """Return every row and a version with its pictures slightly rotated, cropped and brightened or
+    darkened: Co-Reward's twins for questions about pictures. The new pictures are written to
+    ``folder``."""
     from PIL import Image, ImageEnhance
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,12 +106,12 @@ def numbers_in(text: str) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Filters:
-    """Holds what a new instruction must be; the defaults are Self-Instruct's and SeRL's.
+    """Holds the filters of new instructions; the defaults are Self-Instruct's and SeRL's.
 
-    ``forbidden``: words that speak of what is not there. ``least_words``, ``most_words``: length.
-    ``similarity``: largest ROUGE-L with an instruction that is there already. ``low``, ``high``:
-    share of the answers that agree with their majority; below it is too hard to learn from a vote,
-    above it is known. ``answers``: drawn for that, 0 leaves it out.
+    ``forbidden``: words that refer to missing media. ``least_words``, ``most_words``: length.
+    ``similarity``: largest ROUGE-L with an existing instruction. ``low``, ``high``: share of the
+    answers that agree with their majority; below, a vote is too unreliable, above, the answer is
+    known. ``answers``: samples for that, 0 disables it.
     """
 
     forbidden: tuple[str, ...] = FORBIDDEN
@@ -148,10 +148,10 @@ def self_instruct(
     refused (SeRL).
 
     SeRL (Fang et al. 2025): the model writes instructions after ``shots`` examples; those that are
-    too long or short, about what is not there, like others, too hard or too easy are left out. The
-    paper does this at every step with the policy of the moment, as ``data: self_instruct`` does;
-    this does it with the model that is served, between runs. A seed with pictures gives a new
-    question about them. It stops after four rounds without a new one.
+    too long or short, refer to missing media, resemble others, or are too hard or too easy are left
+    out. The paper does this at every step with the current policy, as ``data: self_instruct`` does;
+    this does it with a served model, between runs. A seed with pictures gives a new question about
+    them. It stops after four rounds without a new one.
     """
     if not seeds:
         raise UserError("self-instruct needs at least one row to start from")
@@ -182,8 +182,8 @@ def _drafts(
     pool: list[str],
     refused: Counter[str],
 ) -> list[Prompt]:
-    """Return a new instruction after each set of examples, put into the pool, where the filters of
-    its text pass it."""
+    """Return the new instructions, one per set of examples, that pass the text filters; they join
+    the pool."""
     drafts: list[Prompt] = []
     for examples, text in zip(drawn, model.ask([_asking(e) for e in drawn]), strict=True):
         cause = "no answer" if text is None else rules.refuses(text, pool)
@@ -204,8 +204,7 @@ def _asking(examples: Sequence[Prompt]) -> Question:
 
 
 def request(examples: Sequence[Prompt]) -> str:
-    """Return the words that ask for a new instruction, after examples; about the pictures of the
-    last."""
+    """Return the request for a new instruction, after examples; about the pictures of the last."""
     listed = "\n\n".join(f"Instruction {i}:\n{text_of(row)}" for i, row in enumerate(examples, 1))
     about = "about the pictures above, " if any(pictures_of(examples[-1]).values()) else ""
     return (
@@ -216,7 +215,7 @@ def request(examples: Sequence[Prompt]) -> str:
 
 
 def new_instruction(text: str) -> str:
-    """Return the instruction in what a policy wrote, behind its thought; empty if there is none."""
+    """Return the instruction in a policy's text, after its thought; empty if there is none."""
     try:
         return written(final(text).value)
     except Unreadable:
@@ -224,7 +223,8 @@ def new_instruction(text: str) -> str:
 
 
 def agreement(rows: Sequence[Prompt], model: Asker, answers: int) -> list[float]:
-    """Return for each row the share of ``answers`` drawn answers that agree with their majority."""
+    """Return for each row the share of ``answers`` sampled answers that agree with their
+    majority."""
     if not answers:
         return [1.0] * len(rows)
     questions = [
@@ -265,9 +265,9 @@ def points(
 ) -> tuple[list[Prompt], int]:
     """Return the rows with the points of their instruction in ``field``, and how many have none.
 
-    ACE-RL: an instruction is taken apart into what it demands, said and unsaid, each of which can
-    be checked by itself; ``judge_checklist`` pays the share that is met (``levels: 2`` counts a
-    point that is met in part as half).
+    ACE-RL: an instruction is split into its explicit and implicit demands, each of which can be
+    checked by itself; ``judge_checklist`` rewards the share that is met (``levels: 2`` counts a
+    partly met point as half).
     """
     schema = points_schema(most)
     questions = [
@@ -318,7 +318,7 @@ def text_of(row: Prompt) -> str:
 
 
 def written(text: str) -> str:
-    """Read a question out of an answer: without quotes and a label before it. Raises Unreadable."""
+    """Extract a question from an answer, without quotes or a leading label. Raises Unreadable."""
     plain = re.sub(r"^(?:new )?(?:question|instruction)(?: \d+)?:\s*", "", text.strip(), flags=re.I)
     plain = plain.strip().strip('"').strip()
     if not plain:
@@ -327,7 +327,7 @@ def written(text: str) -> str:
 
 
 def read(path: Path) -> list[Prompt]:
-    """Read a .jsonl file; pictures are found from where the file lies."""
+    """Read a .jsonl file; picture paths are relative to it."""
     rows = []
     for number, row in json_lines(path):
         if not isinstance(row, dict):
@@ -337,7 +337,7 @@ def read(path: Path) -> list[Prompt]:
 
 
 def located(row: Prompt, folder: Path) -> Prompt:
-    """Return a row whose pictures are whole paths."""
+    """Return a row whose picture paths are resolved."""
     changed = dict(row)
     for key in ("image", "images"):
         if isinstance(row.get(key), str):

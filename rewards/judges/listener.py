@@ -1,5 +1,4 @@
-"""Scores reasoning by whether a second vision-language model that reads it finds the right
-answer."""
+"""Rewards reasoning by whether a second vision-language model answers correctly from it."""
 
 from __future__ import annotations
 
@@ -42,17 +41,17 @@ CONFIRM = (
     scaling="probability that the listener gives to the ground truth",
 )
 class Listener(SampleJudge):
-    """Ask a listener for the answer after the reasoning alone: its confidence in the right one.
+    """Ask a listener to answer from the reasoning alone: its confidence in the right answer.
 
-    The answer is cut out of the text: whatever follows the thought, or stands in ``<answer>`` or
-    ``\\boxed{}``. Where the prompt has choices the listener chooses among them; else it is asked
-    whether the ground truth is right.
+    The answer is removed from the text: what follows the thought, or is in ``<answer>`` or
+    ``\\boxed{}``. If the prompt has choices the listener picks one; else it is asked whether the
+    ground truth is right.
 
     Args:
         model: the frozen listener: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
         target: field of the prompts with the ground truth.
-        choices: field of the prompts with the possible answers, where there is one.
-        template: file of your own in place of the wording; ``{{ answer }}`` is the reasoning.
+        choices: field of the prompts with the possible answers, if any.
+        template: a file that replaces the wording; ``{{ answer }}`` is the reasoning.
         on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
     """
 

@@ -27,23 +27,23 @@ class LocalVlm:
     """Ask a vision-language model of transformers in this process, greedily.
 
     The probability of a choice is the softmax over the first answer token, restricted to the tokens
-    that the choices begin with, upper and lower case and with a blank in front added up. Two
-    choices must not begin with the same token.
+    that the choices begin with, upper and lower case and with a leading blank added up. Two choices
+    must not begin with the same token.
 
     Args:
         path: folder or hub id.
         dtype: of the weights; ``auto`` is bfloat16 on an accelerator and float32 on a CPU.
         device: ``auto`` is CUDA if there is one.
         batch_size: questions in one forward pass.
-        asked_again: how often an answer that cannot be read is asked for anew.
-        max_side: pictures are made smaller to at most so many pixels a side, as behind a server;
-            None: only as the processor does it.
+        asked_again: retries for an answer that cannot be parsed.
+        max_side: pictures are downscaled to at most this many pixels a side, as for a server; None:
+            only by the processor.
 
     Attributes:
         usage: counters since the start; ``requests`` are forward passes or generations.
 
     Raises:
-        UserError: when the model is not on this machine, cannot be loaded, or has no chat template.
+        UserError: the model is not on this machine, cannot be loaded, or has no chat template.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class LocalVlm:
         self.usage = Usage()
 
     def ask(self, questions: Sequence[Question]) -> list[Any]:
-        """Return the value of every question; None where the answer cannot be read. Judges with one
-        model wait in line."""
+        """Return the value of every question; None if the answer cannot be parsed. Judges that
+        share a model take turns."""
         with lock_of(self.model):
             return self._ask(questions)
 
@@ -115,7 +115,7 @@ class LocalVlm:
         return answers
 
     def _generated(self, questions: Sequence[Question]) -> list[Any]:
-        """Return values of answers in words; those that cannot be read are asked for anew."""
+        """Return the values of free-text answers; those that cannot be parsed are asked again."""
         talks = [self._conversation(question) for question in questions]
         values: list[Any] = [None] * len(questions)
         left = list(range(len(questions)))
@@ -203,7 +203,7 @@ def says(role: str, text: str) -> Turn:
 
 
 def smaller(picture: Any, side: int | None) -> Any:
-    """Shrink a picture to at most ``side`` pixels a side, its aspect ratio kept."""
+    """Downscale a picture to at most ``side`` pixels a side, keeping its aspect ratio."""
     if side is None or max(picture.size) <= side:
         return picture
     from PIL import Image
@@ -225,7 +225,7 @@ def first_tokens(tokenizer: Any, choices: Sequence[str]) -> list[list[int]]:
             for form in forms
             if (encoded := tokenizer.encode(form, add_special_tokens=False))
         }
-        # a lone blank says nothing
+        # a lone blank carries no information
         groups.append(sorted(i for i in ids if _plain(tokenizer.decode([i]))))
     shared = [
         i

@@ -1,4 +1,4 @@
-"""Lets a vision-language model compare the samples of a prompt, each pair in both orders."""
+"""Rewards by a judge that compares the samples of a prompt, each pair in both orders."""
 
 from __future__ import annotations
 
@@ -38,32 +38,31 @@ from rewards.judges.templates import PAIRS, find
     scaling="win rate 0..1, Bradley-Terry strengths around 0, or -1, 0, 1 against a pivot",
 )
 class Pairwise(Judged):
-    """Count how often a sample beats the others of its group; the judge sees each pair in both
-    orders.
+    """Compute a sample's win rate in its group by a judge that sees each pair in both orders.
 
-    The chance that i beats j is the mean of both orders, so that a preference for a place cancels:
-    a judge that only looks at the place says one half. A pair with an order that was not answered
-    does not count; a sample that is in no pair has no value.
+    The chance that i beats j is the mean of both orders, so that position bias cancels: a judge
+    that sees only the position gives one half. A pair with an unanswered order does not count; a
+    sample without pairs is NaN.
 
     Args:
         model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
         template: ``pair`` (answers 1 or 2, with probabilities where the model gives them),
             ``unified_reward``, ``unified_reward_think`` (reasons and scores by dimension first),
-            or a file of your own, with ``{{ first }}`` and ``{{ second }}``.
+            or a file, with ``{{ first }}`` and ``{{ second }}``.
         pattern: regular expression whose group 1 is 1 or 2, for a file; None: the answer is 1 or 2.
         method: ``win_rate``: mean chance over the pairs; ``bradley_terry``: strengths s with P(i
-            beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each group;
-            ``pivot``: 1 or -1 for a sample that is better or worse than one of its group, 0 for a
-            draw and for that one itself (BRPO, Jia et al. 2025, "Writing-Zero"): it is drawn by a
-            hash of prompt and samples, so that size - 1 pairs are asked about. Take the advantage
-            ``reinforce``, which has neither mean nor std, as there.
-        opponents: pairs a sample is in; None: all others. An even number.
-        frames: pictures shown of a video, evenly spaced.
-        tokens: most of an answer; None: the template's, 2048 where it reasons, else 512.
+            beats j) = sigmoid(s_i - s_j), MAP under a normal prior, mean 0 in each group;
+            ``pivot``: 1 or -1 for a sample that is better or worse than a pivot of its group, 0 for
+            a draw and for the pivot (BRPO, Jia et al. 2025, "Writing-Zero"): the pivot is drawn by
+            a hash of prompt and samples, so that size - 1 pairs are judged. Use it with the
+            advantage ``reinforce``, without mean and std, as in the paper.
+        opponents: pairs per sample, an even number; None: all others.
+        frames: frames shown of a video, evenly spaced.
+        tokens: maximum of an answer; None: the template's, 2048 if it reasons, else 512.
         on_failure: ``nan`` leaves pairs without an answer out, ``stop`` raises.
 
     Raises:
-        UserError: a group of one: it has nothing to compare.
+        UserError: a group of one, which has nothing to compare.
     """
 
     name = "judge_pairwise"
@@ -97,7 +96,7 @@ class Pairwise(Judged):
         self.card = self.needing(self.template)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """Score B samples, those of a prompt next to each other -> [B] float32 on the CPU."""
+        """Score B samples, grouped by prompt -> [B] float32 on the CPU."""
         pictures = sample_pictures(media, self.frames, self.name)
         groups = [
             [row for row in group if pictures[row] is not None] for group in adjacent(prompts)
@@ -151,7 +150,7 @@ class Pairwise(Judged):
         )
 
     def _read(self, text: str) -> dict[str, float]:
-        """Read the chance of the first from the last conclusion in the text; one half for a
+        """Read the first sample's chance from the last conclusion in the text; one half for a
         draw."""
         verdicts = list(re.finditer(self.template.patterns["better"], text, re.I))
         if not verdicts:
@@ -165,8 +164,7 @@ class Pairwise(Judged):
 
 
 def adjacent(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """List the rows of each prompt, which lie next to each other. Raises UserError for a group of
-    one."""
+    """List the rows of each prompt, which are adjacent. Raises UserError for a group of one."""
     groups = groups_of(prompts)
     if lone := next((group for group in groups if len(group) < 2), None):
         raise UserError(
@@ -179,7 +177,7 @@ def adjacent(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def pairings(group: Sequence[int], opponents: int | None) -> list[tuple[int, int]]:
-    """List every pair, or a ring in which each meets its next ``opponents / 2`` on both sides."""
+    """List every pair, or a ring in which each meets ``opponents / 2`` neighbours on both sides."""
     size = len(group)
     if opponents is None or opponents >= size - 1:
         return [(group[i], group[j]) for i in range(size) for j in range(i + 1, size)]
@@ -193,8 +191,8 @@ def pairings(group: Sequence[int], opponents: int | None) -> list[tuple[int, int
 def with_pivot(
     media: Media, prompts: Sequence[Prompt], group: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Pair every row of a group with one of it, which a hash of prompt and samples draws: the same
-    one on any number of processes, and another in the next iteration."""
+    """Pair every row of a group with a pivot drawn by a hash of prompt and samples: the same one on
+    any number of processes, another one in the next iteration."""
     if not group:
         return []
     known = hashlib.sha256(str(prompts[group[0]].get("text", "")).encode())
@@ -207,7 +205,7 @@ def with_pivot(
 
 
 def win_rates(wins: dict[tuple[int, int], float], count: int) -> Tensor:
-    """Return the mean chance [count] of winning over the pairs one is in, float64."""
+    """Return the mean chance [count] of winning over each one's pairs, float64."""
     won = torch.zeros(count, dtype=torch.float64)
     met = torch.zeros(count, dtype=torch.float64)
     for (i, j), chance in wins.items():
@@ -225,7 +223,7 @@ def strengths(
     log-posterior.
 
     sum p log sigmoid(s_i - s_j) + (1 - p) log sigmoid(s_j - s_i) - prior / 2 |s|^2; the prior keeps
-    the strength of one who always wins finite.
+    the strength of one that always wins finite.
     """
     s = torch.zeros(count, dtype=torch.float64)
     first, second = (torch.tensor([pair[side] for pair in wins]) for side in (0, 1))

@@ -1,4 +1,4 @@
-"""Scores by a vision-language model as judge that gives points."""
+"""Rewards by a vision-language model as judge that gives scores."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from rewards.judges.templates import BUILT_IN, Template, find
     licence="the judge's",
 )
 class Judge(SampleJudge):
-    """Ask a vision-language model for the scores of a template; their mean over the best is the
-    reward.
+    """Ask a vision-language model for the scores of a template; the reward is their mean, scaled to
+    1.
 
     Args:
         model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
-        template: ``rating`` (0 to 10, pictures or answers), ``reference`` (0 to 10, answers beside
-            the prompt's right one in ``answer``), ``unified_reward`` (1 to 5),
-            ``unified_reward_2`` (three scores of 1 to 5), ``unified_reward_think`` (1 to 10, after
-            reasons and scores by dimension), or a file of your own.
+        template: ``rating`` (0 to 10, pictures or answers), ``reference`` (0 to 10, answers with
+            the prompt's right one in ``answer``), ``unified_reward`` (1 to 5), ``unified_reward_2``
+            (three scores of 1 to 5), ``unified_reward_think`` (1 to 10, after reasons and scores by
+            dimension), or a file.
         aspects: which of several scores count; None: all.
         pattern: regular expression whose group 1 is the score, for a file; None: the answer is JSON
             with ``score``.
         low, high: worst and best score on the judge's scale, for a file (0 and 10); ``high``
             becomes 1.
-        frames: pictures shown of a video, evenly spaced.
-        tokens: most of an answer; None: the template's, 2048 where it reasons, else 512.
+        frames: frames shown of a video, evenly spaced.
+        tokens: maximum of an answer; None: the template's, 2048 if it reasons, else 512.
         on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
 
     Raises:
@@ -80,7 +80,7 @@ class Judge(SampleJudge):
 
 
 def chosen_aspects(aspects: Sequence[str] | None, template: Template) -> list[str]:
-    """Return names of the scores that count, as the template calls them."""
+    """Return the names of the scores that count, as in the template."""
     known = {name.lower(): name for name in template.patterns or template.fields}
     for name in aspects or ():
         if name.lower() not in known:

@@ -1,5 +1,4 @@
-"""Defines questions to a vision-language model as judge, its answers and its costs, wherever it
-runs."""
+"""Defines questions to a judge, its answers and its costs, local or remote."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ AGAIN = (
 
 
 class Unreadable(Exception):
-    """Signals an answer in another form than requested; the message says what is wrong with it."""
+    """Signals an answer in another form than requested; the message says what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +32,20 @@ class Question:
     """Holds one question. ``parts``: texts and pictures in the order in which the model sees them.
 
     ``choices``: the answer is the probability of each of these words; ``value`` is then a
-    dictionary of them. ``tagged``: reasons are asked for first, and what counts must stand in
-    <answer> after them. ``schema``: the answer must be JSON of this pydantic model; ``value`` is
-    what it says, by field. Otherwise ``read`` makes the value of the text, or raises
-    ``Unreadable``.
+    dictionary of them. ``tagged``: reasons come first, and the verdict follows in <answer>.
+    ``schema``: the answer must be JSON of this pydantic model; ``value`` maps its fields. Otherwise
+    ``read`` parses the text to a value, or raises ``Unreadable``.
     """
 
     parts: tuple[str | Image.Image, ...]
     choices: tuple[str, ...] = ()
     schema: type[BaseModel] | None = None
     read: Callable[[str], Any] = str
-    tokens: int = 512  # most of an answer
+    tokens: int = 512  # maximum of an answer
     tagged: bool = False
 
     def value(self, text: str) -> Any:
-        """Return what an answer in words says. Raises Unreadable."""
+        """Parse a free-text answer. Raises Unreadable."""
         text = conclusion_of(text) if self.tagged else answer_of(text)
         if self.choices:
             return named_choice(text, self.choices)
@@ -56,7 +54,7 @@ class Question:
         return self.read(text)
 
     def wording(self) -> str:
-        """Return what to add to the question where the form of the answer cannot be enforced."""
+        """Return what to add to the question if the form of the answer cannot be enforced."""
         if self.schema is None:
             return ""
         keys = ", ".join(
@@ -71,19 +69,19 @@ def _kind(field: Any) -> str:
 
 @dataclass
 class Usage:
-    """Counts what a judge was asked and what that cost; read it at any time, from any thread."""
+    """Counts a judge's requests and costs; may be read at any time, from any thread."""
 
     requests: int = 0  # sent, repetitions included
     answers: int = 0  # questions with a value
     unanswered: int = 0  # questions without one: no answer, refused, or unreadable
     retries: int = 0  # requests sent again after a failure
-    asked_again: int = 0  # answers that could not be read, asked for anew
+    asked_again: int = 0  # unreadable answers, asked again
     unreadable: int = 0  # questions given up for that reason
-    refused: int = 0  # questions the server refused by themselves
+    refused: int = 0  # questions the server refused one by one
     bytes_sent: int = 0  # bodies of requests, pictures included
     tokens_in: int = 0
     tokens_out: int = 0
-    cost: float = 0.0  # in the currency of the prices that were given
+    cost: float = 0.0  # in the currency of the given prices
     cause: str = ""  # why the last question without a value has none
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -97,7 +95,7 @@ class Usage:
             counts = {
                 name: count for name, count in vars(self).items() if name not in ("_lock", "cause")
             }
-        if counts["bytes_sent"]:  # a judge in this process sends none
+        if counts["bytes_sent"]:  # a local judge sends none
             counts["bytes_per_request"] = counts["bytes_sent"] / counts["requests"]
         return counts
 
@@ -108,7 +106,7 @@ class Asker(Protocol):
     usage: Usage
 
     def ask(self, questions: Sequence[Question]) -> list[Any]:
-        """Return the value of every question; None where there is no readable answer."""
+        """Return the value of every question; None if there is no readable answer."""
         ...
 
 
@@ -117,8 +115,8 @@ class Asker(Protocol):
 
 
 def thought_apart(text: str) -> str:
-    """Return what follows the thoughts of a model that thinks aloud. Raises Unreadable where they
-    do not end: a draft among them is no judgement."""
+    """Return what follows the thoughts of a reasoning model. Raises Unreadable if they do not end:
+    a draft in them is not a verdict."""
     pieces, ended = outside(text)
     if not ended:
         raise Unreadable("it ends before its reasons do; raise `tokens` of the reward")
@@ -126,15 +124,14 @@ def thought_apart(text: str) -> str:
 
 
 def answer_of(text: str) -> str:
-    """Return what follows the reasoning of a model that thinks aloud, out of its answer tags.
-    Raises Unreadable where the reasoning was cut off."""
+    """Return what follows the reasoning of a model, without answer tags. Raises Unreadable if the
+    reasoning was truncated."""
     return final(thought_apart(text)).value
 
 
 def conclusion_of(text: str) -> str:
-    """Return what stands in the only <answer> after the reasons: not what they say on the way, nor
-    what they quote of a prompt. Raises Unreadable where the reasons were cut off, or two answers
-    contradict each other."""
+    """Return the content of the only <answer> after the reasons, not drafts or quotes within them.
+    Raises Unreadable if the reasons were truncated, or two answers contradict each other."""
     different = set(answers(thought_apart(text)))
     if len(different) != 1:
         raise Unreadable(f"{len(different) or 'no'} answers stand after its reasons")
@@ -156,9 +153,9 @@ def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:
 
 def token_choices(candidates: dict[str, float], choices: Sequence[str]) -> dict[str, float] | None:
     """Give the choices the probabilities of first tokens, upper and lower case added; None if none
-    is there.
+    occurs.
 
-    A token that is the beginning of exactly one of the choices stands for it.
+    A token that is a prefix of exactly one choice counts for it.
     """
     mass = dict.fromkeys(choices, 0.0)
     known = {_plain(choice): choice for choice in choices}
@@ -177,8 +174,8 @@ def _plain(word: str) -> str:
 
 
 def read_json(text: str, schema: type[BaseModel]) -> dict[str, Any]:
-    """Read the JSON object in a text, fenced or among words, by fields of the model that it is
-    checked against; nothing is repaired, and a reason may be missing."""
+    """Read the JSON object in a text, fenced or among words, validated by a pydantic model; nothing
+    is repaired, and a reason may be missing."""
     from pydantic import ValidationError
 
     start = text.find("{")
@@ -194,8 +191,8 @@ def read_json(text: str, schema: type[BaseModel]) -> dict[str, Any]:
 
 
 def asked_schema(schema: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema that an answer is asked for by: of what may be missing when it is
-    read, nothing may be left out."""
+    """Return the JSON schema of the request: fields that are optional when read are required
+    here."""
     strict = schema.model_json_schema()
     for entry in strict["properties"].values():
         entry.pop("default", None)
@@ -217,7 +214,7 @@ def scores_schema(names: tuple[str, ...], low: float, high: float) -> Any:
 
 def score_out_of(value: Any, high: float) -> Any:
     """Return the number of "8/10" or "8 out of 10" as a judge writes it on a scale that ends at
-    ``high``; everything else as it is."""
+    ``high``; anything else unchanged."""
     share = SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
     if share is None:
         return value

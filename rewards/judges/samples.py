@@ -31,10 +31,10 @@ OnFailure = Literal["nan", "stop"]
 
 
 def sample_pictures(media: Media, frames: int, reward: str) -> list[list[Any] | None]:
-    """Return for each sample its pictures (``frames`` evenly spaced ones of a video); None where a
+    """Return for each sample its pictures (``frames`` evenly spaced ones of a video); None if a
     pixel is not finite.
 
-    Texts have none of their own: empty lists.
+    Texts have none: empty lists.
     """
     if not isinstance(media, Tensor):
         if wrong := next((sample for sample in media if not isinstance(sample, str)), None):
@@ -65,7 +65,7 @@ def prompt_pictures(prompt: Prompt) -> list[Any]:
     [3, H, W] in 0..1.
 
     Raises:
-        UserError: a file that cannot be read, or something that is no picture.
+        UserError: a file that cannot be read, or something that is not a picture.
     """
     pictures: Any = next((prompt[key] for key in PICTURES if prompt.get(key) is not None), [])
     return [
@@ -96,7 +96,7 @@ def _picture(picture: Any, prompt: Prompt) -> Any:
 
 
 def kind_of(media: Tensor) -> str:
-    """Return what a template calls a picture or a video."""
+    """Return a template's word for a picture or a video."""
     return "image" if media.ndim == 4 else "video"
 
 
@@ -108,10 +108,9 @@ def shown_of(media: Media, row: int, pictures: Sequence[Any], prompt: Prompt) ->
 
 
 class Judged:
-    """Provides what rewards with a judge share: sends questions, takes values, NaN where there is
-    none.
+    """Provides what rewards with a judge share: sends questions, collects values, NaN for none.
 
-    ``counters`` is read by the log: what the judge has cost so far.
+    ``counters``, for the log: the judge's costs so far.
     """
 
     name = "judge"
@@ -125,7 +124,7 @@ class Judged:
         return self.model.usage.numbers()
 
     def causes(self) -> str:
-        """Return why samples have no value, as far as the judge can say."""
+        """Return why samples have no value, as far as the judge reports it."""
         return self.model.usage.cause
 
     def needing(self, template: Template) -> Card:
@@ -133,8 +132,8 @@ class Judged:
         return replace(card_of(type(self)), needs=template.needs(), pictures=PICTURES)
 
     def answers(self, questions: Sequence[Question]) -> list[Any]:
-        """Return the values of questions, None where there is none. Raises UserError for one if
-        failures are to stop the run."""
+        """Return the values of questions, None if there is none. Raises UserError in that case with
+        ``on_failure: stop``."""
         values = self.model.ask(questions) if questions else []
         missing = sum(value is None for value in values)
         if missing and self.stop:
@@ -146,19 +145,19 @@ class Judged:
 
 
 class SampleJudge(Judged, ABC):
-    """Asks a judge about samples one by one. A subclass words the questions about a sample and
-    makes a value of the answers."""
+    """Asks a judge about samples one by one. A subclass defines the questions about a sample and
+    the value of the answers."""
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
-        the CPU; NaN where a question has no answer."""
+        the CPU; NaN if a question has no answer."""
         values = torch.full((len(prompts),), torch.nan)
         for row, answers in self.answered(media, prompts).items():
             values[row] = self.value(prompts[row], answers)
         return values
 
     def answered(self, media: Media, prompts: list[Prompt]) -> dict[int, list[Any]]:
-        """Return the answers about each sample that can be shown, where none is missing."""
+        """Return the answers about each sample that can be shown, if none is missing."""
         questions = {
             row: self.questions(prompts[row], shown_of(media, row, pictures, prompts[row]))
             for row, pictures in enumerate(sample_pictures(media, self.frames, self.name))
@@ -172,8 +171,8 @@ class SampleJudge(Judged, ABC):
 
     @abstractmethod
     def questions(self, prompt: Prompt, shown: dict[str, Any]) -> list[Question]:
-        """Word the questions about a sample. ``shown``: the variables of templates."""
+        """Write the questions about a sample. ``shown``: the variables of templates."""
 
     @abstractmethod
     def value(self, prompt: Prompt, answers: list[Any]) -> float:
-        """Make the reward of a sample from the answers to its questions."""
+        """Compute the reward of a sample from the answers to its questions."""

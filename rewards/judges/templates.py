@@ -1,8 +1,8 @@
-"""Words a judge's questions: built-in templates, and the user's own files (jinja2 or str.format).
+"""Writes a judge's questions: built-in templates, and files (jinja2 or str.format).
 
-UnifiedReward (Wang et al. 2025, arXiv 2503.05236): criteria, scale and form of the answer are the
-published ones, since its models were trained on them; the wording is ours. A file holds any other
-wording, see docs/judge.md.
+UnifiedReward (Wang et al. 2025, arXiv 2503.05236): criteria, scale and answer format are as
+published, since its models were trained on them; the wording is mmrl's. For other wordings use a
+file, see docs/judge.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rewards.judges.question import Question, Unreadable, score_out_of, scores_s
 if TYPE_CHECKING:
     from PIL import Image
 
-# what a template is shown of a sample: name -> a text, or pictures
+# variables of a template for a sample: name -> a text, or pictures
 Shown = Mapping[str, Sequence[Any] | str]
 # never the prompt's fields of these names
 OURS = ("media", "kind", "answer", "first", "second", "question", "prompt")
@@ -30,7 +30,7 @@ NUMBER = r"[*_\s\[(]*(-?\d+(?:\.\d+)?(?:\s*/\s*\d+)?)"
 
 @dataclass(frozen=True)
 class Template:
-    """Holds a question and how its answer is read.
+    """Holds a question and how its answer is parsed.
 
     ``source``: jinja2. ``patterns``: name of an aspect -> regular expression whose group 1 is its
     score; empty: the answer is JSON with a number for each of ``fields``. ``high``: the best score
@@ -43,8 +43,8 @@ class Template:
     low: float = 0.0
     high: float = 10.0
     format: bool = False  # ``source`` is for str.format
-    tokens: int = 512  # most of an answer, reasoning included
-    tagged: bool = False  # reasons in <think>, and what counts in <answer> after them
+    tokens: int = 512  # maximum of an answer, reasoning included
+    tagged: bool = False  # reasons in <think>, then the verdict in <answer>
     fields: tuple[str, ...] = ("score",)
 
     def needs(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class Template:
         return Question(parts, schema=schema, tokens=self.tokens)
 
     def parts(self, prompt: Mapping[str, Any], shown: Shown) -> tuple[str | Image.Image, ...]:
-        """Return texts and pictures in order. ``shown``: our variables; a list of pictures goes
+        """Return texts and pictures in order. ``shown``: mmrl's variables; a list of pictures goes
         where it is mentioned.
 
         Pictures that the template does not mention come first.
@@ -123,7 +123,7 @@ class Template:
             from jinja2 import meta
 
             return set(meta.find_undeclared_variables(_environment().parse(self.source)))
-        except Exception as error:  # what either language says of a template
+        except Exception as error:  # either template language's errors
             line = getattr(error, "lineno", None)
             raise UserError(f"template {self.name}{f':{line}' if line else ''}: {error}") from error
 
@@ -137,7 +137,7 @@ class Template:
             return self.source.format(**{name: values.get(name, "") for name in self._names()})
         try:
             return str(_environment().from_string(self.source).render(values))
-        except Exception as error:  # whatever the user's template does
+        except Exception as error:  # whatever the user's template raises
             raise UserError(f"template {self.name}: {type(error).__name__}: {error}") from error
 
 
@@ -349,7 +349,7 @@ def find(name: str, known: Mapping[str, Template], **changes: Any) -> Template:
             )
     if not chosen.low < chosen.high:
         raise UserError(f"low {chosen.low:g} is not below high {chosen.high:g}")
-    chosen.needs()  # a template with a mistake is refused now, not at the first batch
+    chosen.needs()  # refuse a broken template now, not at the first batch
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""Scores by a vision-language model as judge that says yes or no, and how sure it is."""
+"""Rewards by a judge that answers yes or no, with its probability."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COUNTS = Template(
     "Answer with one digit and nothing else.",
 )
 DIGITS = tuple("0123456789")
-LEAST = 1e-12  # a probability is not let below in a geometric mean
+LEAST = 1e-12  # lower bound of a probability in a geometric mean
 
 
 @REWARDS.register("judge_yes_no")
@@ -46,23 +46,24 @@ LEAST = 1e-12  # a probability is not let below in a geometric mean
     scaling="P(yes) / (P(yes) + P(no))",
 )
 class YesNo(SampleJudge):
-    """Ask a judge whether the picture shows its text, or each question of the prompt: P(yes).
+    """Ask a judge whether the picture shows its text, or the prompt's questions: P(yes).
 
-    P(yes) / (P(yes) + P(no)), upper and lower case added up, from log-probabilities. A server
-    without them gives its answer in words: 1 or 0. With ``questions: vqa_list, combine: geometric``
-    it is GenEval 2's Soft-TIFA of whole prompts (its mean over questions with ``combine: mean``);
-    probabilities are those among the possible answers, the benchmark takes them among all words.
+    P(yes) / (P(yes) + P(no)), upper and lower case added up, from log-probabilities. For a server
+    without them, the text of the answer gives 1 or 0. With ``questions: vqa_list, combine:
+    geometric`` it is GenEval 2's Soft-TIFA of whole prompts (its mean over questions with
+    ``combine: mean``); probabilities are normalised over the possible answers, in the benchmark
+    over all tokens.
 
     Args:
-        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
+        model: the judge: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
         questions: field of the prompts that lists questions; each is a text whose right answer is
             yes, or ``[text, right answer]`` with yes, no, or a count from 0 to 9 (a digit or its
             word). The reward combines the probabilities of the right answers. None: one question
             about the whole text.
         combine: mean or geometric (mean) of several questions.
-        template: file of your own in place of the wording; ``{{ question }}`` is the question;
-            counts keep a wording of ours.
-        frames: pictures shown of a video, evenly spaced.
+        template: a file that replaces the wording; ``{{ question }}`` is the question; counts keep
+            mmrl's wording.
+        frames: frames shown of a video, evenly spaced.
         on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
     """
 
@@ -126,7 +127,7 @@ class YesNo(SampleJudge):
 
 
 def choice_of(right: object) -> str:
-    """Return the choice that a right answer is: Yes, No or a digit; nothing if it is another."""
+    """Return the choice of a right answer: Yes, No or a digit; nothing for any other."""
     word = str(right).strip().lower()
     if word in ("yes", "no"):
         return word.capitalize()

@@ -1,1 +1,1 @@
-"""Computes rewards and judgements elsewhere, over HTTP."""
+"""Computes rewards and judgements over HTTP."""

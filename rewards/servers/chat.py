@@ -1,5 +1,5 @@
-"""Implements pieces of the OpenAI-compatible protocol: keys, waits, pictures as data URLs, choices
-and errors read back."""
+"""Implements parts of the OpenAI-compatible protocol: keys, rate limits, pictures as data URLs,
+choices and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Refused(Exception):
 
 
 class Pace:
-    """Says when the next request may leave: at most ``rate`` a minute, and none before a server's
+    """Limits the rate of requests: at most ``rate`` a minute, and none before a server's
     Retry-After is over."""
 
     def __init__(self, rate: float | None):
@@ -42,7 +42,7 @@ class Pace:
             self._held = max(self._held, time.monotonic() + seconds)
 
     def wait(self, given_up: threading.Event) -> None:
-        """Wait until this request's turn, or until it is no longer wanted."""
+        """Wait for this request's turn, or until it is cancelled."""
         with self._lock:
             turn = max(time.monotonic(), self._next)
             self._next = turn + self.gap
@@ -51,7 +51,7 @@ class Pace:
 
 
 def key_from(variable: str) -> str | None:
-    """Read the API key; None where the usual variable is not set, since many servers want none.
+    """Read the API key; None if the default variable is not set, since many servers need none.
     Raises UserError."""
     key = os.environ.get(variable)
     if not key and variable != KEY:
@@ -76,7 +76,7 @@ def read_choice(choice: Choice, question: Question) -> Any:
 
 
 def reasoning_of(choice: Choice) -> str:
-    """Return what a server's reasoning parser took out of the answer (``reasoning`` since vLLM
+    """Return what a server's reasoning parser removed from the answer (``reasoning`` since vLLM
     0.12)."""
     extra = choice.message.model_extra or {}
     reasons = extra.get("reasoning_content") or extra.get("reasoning")
@@ -84,8 +84,8 @@ def reasoning_of(choice: Choice) -> str:
 
 
 def _among_reasons(choice: Choice, reasons: str, question: Question) -> Any:
-    """Read an answer that the server took for reasoning as a whole: JSON or a choice and nothing
-    beside it. Raises Unreadable, since an answer among reasons is a draft."""
+    """Read an answer that the server classified as reasoning: only JSON or a choice. Raises
+    Unreadable for anything more, since an answer among reasons is a draft."""
     bare = reasons.strip().removeprefix("```json").strip("`").strip()
     whole = bare.startswith("{") and bare.endswith("}") if question.schema else bare
     if choice.finish_reason != "length" and whole and (question.schema or bare in question.choices):
@@ -98,8 +98,8 @@ def _among_reasons(choice: Choice, reasons: str, question: Question) -> Any:
 
 
 def _first_choice(choice: Choice, question: Question) -> dict[str, float] | None:
-    """Return probabilities at the first token, after any thinking aloud, that was chosen as one of
-    the choices."""
+    """Return probabilities at the first token, after any reasoning, that matches one of the
+    choices."""
     try:
         tokens = (choice.logprobs.content if choice.logprobs else None) or []
         ends = [i for i, token in enumerate(tokens) if closes(token.token)]

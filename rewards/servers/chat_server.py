@@ -50,30 +50,30 @@ MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, Recurs
 class ChatServer:
     """Ask an OpenAI-compatible server by chat completions with pictures as data URLs, many at once.
 
-    A request that gets no answer, 429 or 5xx is repeated after a growing wait, or after what
-    ``Retry-After`` says; at another server if there are several. An answer in the wrong form is
-    asked for anew, with what is wrong. What then has no value is None. JSON schemas and
-    log-probabilities are used where the server has them, and done without where it refuses them.
+    A request that gets no answer, 429 or 5xx is retried with exponential backoff, or after
+    ``Retry-After``; at another server if there are several. For an answer in the wrong form, the
+    judge is asked again, with the reason. What then has no value is None. JSON schemas and
+    log-probabilities are used if the server supports them.
 
     Args:
-        url: up to and including ``/v1``; or several of servers with the same model.
-        model: its name there; None: the only one the server has.
+        url: up to and including ``/v1``; or several, of servers with the same model.
+        model: its name on the server; None: the server's only one.
         key_env: environment variable with the API key. A key is never part of a configuration.
         timeout: seconds for one request, answer included.
         retries: repetitions of a request that failed.
-        retry_seconds: how long servers that are full or not there are waited for; then samples have
-            no value, until one answers again.
-        asked_again: how often an answer that cannot be read is asked for anew.
+        retry_seconds: how long to wait for servers that are full or down; then samples have no
+            value, until one answers again.
+        asked_again: retries for an answer that cannot be parsed.
         concurrency: requests at once for each server.
-        rate: most requests a minute; None: as many as there is concurrency for.
+        rate: maximum of requests a minute; None: limited by concurrency only.
         backoff: seconds before the first repetition, doubled for each further one, with jitter.
-        longest_wait: most seconds that a Retry-After or a growing wait can take.
-        cooldown: seconds that a dead server is left alone while another lives.
-        max_side: pictures are made smaller to at most so many pixels a side; None: as they are.
+        longest_wait: maximum seconds of a Retry-After or backoff.
+        cooldown: seconds without requests to a dead server while another is alive.
+        max_side: pictures are downscaled to at most this many pixels a side; None: unchanged.
         format: how pictures are sent: ``jpeg`` or ``webp`` of quality 95, or ``png``, without loss
             and about four times as large.
-        extra: more fields of the request's body, such as ``{seed: 0}``; null takes a field out.
-        price_in, price_out: for a million tokens, for the counter ``cost``.
+        extra: more fields of the request's body, such as ``{seed: 0}``; null removes a field.
+        price_in, price_out: per million tokens, for the counter ``cost``.
 
     Attributes:
         usage: counters since the start. servers: the record of every server.
@@ -117,7 +117,7 @@ class ChatServer:
         self.extra = dict(extra or {})
         self.prices = price_in / 1e6, price_out / 1e6
         self.usage = Usage()
-        self.supported = dict.fromkeys(OPTIONAL, True)  # until a server says otherwise
+        self.supported = dict.fromkeys(OPTIONAL, True)  # until a server refuses it
         self._pace = Pace(rate)
         self._http = BoundedClient(lambda: self._key, concurrency * len(urls), timeout)
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class ChatServer:
     # a batch
 
     def ask(self, questions: Sequence[Question]) -> list[Any]:
-        """Return the value of every question; None where there is none."""
+        """Return the value of every question; None if there is none."""
         self._pool.wake()
         try:
             self._know_model()
@@ -150,7 +150,7 @@ class ChatServer:
             ]
             values = [answer.result() for answer in sent]
         finally:
-            given_up.set()  # after an error, waiting requests must not try again
+            given_up.set()  # after an error, waiting requests must not retry
             pool.shutdown(wait=False, cancel_futures=True)
         if questions and len(refusals) == len(questions):
             raise UserError(f"the judge refuses every question: {refusals[0]}")
@@ -192,7 +192,7 @@ class ChatServer:
     def _send(
         self, question: Question, messages: list[Message], given_up: threading.Event
     ) -> Choice | None:
-        """Return the choice of a whole answer; None when nobody gives one. Raises Refused,
+        """Return the choice of a whole answer; None if no server gives one. Raises Refused,
         UserError."""
         tries = Tries(self._pool, self.retries, self.backoff, given_up, self.longest_wait)
         for server in tries:
@@ -283,8 +283,7 @@ class ChatServer:
         return {key: value for key, value in (body | self.extra).items() if value is not None}
 
     def _can_do_without(self, error: openai.APIStatusError, body: dict[str, Any]) -> bool:
-        """Tell whether the server refuses something dispensable, which is then left out from now
-        on."""
+        """Tell whether the server refuses an optional feature, which is then no longer used."""
         if error.status_code not in (400, 404, 415, 422, 501):
             return False
         cause = self._cause(error)
@@ -340,11 +339,11 @@ class ChatServer:
         return names[0]
 
     def _client(self, server: Server) -> openai.OpenAI:
-        """Return the client of one server. It repeats nothing itself: retries go to other servers
+        """Return the client of one server. It does not retry itself: retries go to other servers
         and are paced for all of them."""
         import openai
 
-        http: Any = self._http  # it names httpx2's client, and takes one of httpx as well
+        http: Any = self._http  # typed for httpx2's client, but accepts one of httpx
         return openai.OpenAI(
             base_url=server.url,
             api_key=self._key or "none",  # BoundedClient sends the key, if there is one
@@ -357,7 +356,7 @@ class ChatServer:
         return self._clean(f"{error.status_code}, {message_of(error.response.content)}")
 
     def _clean(self, text: str) -> str:
-        """Remove the key from a server's message: servers repeat a wrong one."""
+        """Remove the key from a server's message: servers echo a wrong one."""
         return text.replace(self._key, "***") if self._key else text
 
     def _tell(self, kind: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Uses several reward servers as one: chooses who is asked next, records failures, reports them."""
+"""Pools reward servers: chooses the next one, records failures, reports them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from rewards.servers.wire import message_of
 
 log = logging.getLogger(__name__)
 RETRIED = (408, 429, 500, 502, 503, 504)
-AWAY = (429, 502, 503, 504)  # full, or what stands before it finds nobody there
-ANSWER = (2**20, 4096)  # most bytes of an answer: so many, and so many for each sample
-LONGEST = 4 * 2**20  # bytes of any other answer
+AWAY = (429, 502, 503, 504)  # full, or its proxy finds no backend
+ANSWER = (2**20, 4096)  # maximum bytes of an answer: in all, plus per sample
+LONGEST = 4 * 2**20  # maximum bytes of any other answer
 HEADERS = {"accept", "accept-encoding", "connection", "content-length", "content-type", "host"}
 
 
 class Failed(Exception):
     """Signals a request that another server, or a later try, may answer.
 
-    ``dead``: nothing came back; ``silent``: it cost a whole time-out; ``away``: the server is full
-    or not there, and may be in a while, after ``wait`` seconds if it said so.
+    ``dead``: no answer; ``silent``: it timed out; ``away``: the server is full or down, and may be
+    back later, after ``wait`` seconds if it said so.
     """
 
     def __init__(
@@ -55,8 +55,7 @@ class Failed(Exception):
 
 @dataclass
 class Server:
-    """Holds one address and its record. ``dead``: it did not answer at all; ``silent``: it let a
-    time-out pass."""
+    """Holds one address and its record. ``dead``: no answer at all; ``silent``: it timed out."""
 
     url: str
     outstanding: int = 0
@@ -71,11 +70,11 @@ class Server:
 
 
 class Words(NamedTuple):
-    """Says what is asked of a kind of server, and what mends a refusal."""
+    """Holds the words of messages about a kind of server, and the remedies for refusals."""
 
     request: str  # what it may refuse
-    token: str  # what mends a token
-    size: str  # what is too large, and what mends it
+    token: str  # remedy for a refused token
+    size: str  # what is too large, and the remedy
     retried: tuple[int, ...] = RETRIED  # status codes that say "later" or "broken"
 
 
@@ -87,9 +86,9 @@ WORDS = Words(
 
 
 class Servers:
-    """Chooses the server with the fewest outstanding requests; a dead server is left alone for
-    ``cooldown`` seconds while others live. Where nobody is there, ``retry_seconds`` pass since the
-    last answer before a request is given up."""
+    """Chooses the server with the fewest outstanding requests; a dead server gets no requests for
+    ``cooldown`` seconds while others are alive. If none is available, a request is given up
+    ``retry_seconds`` after the last answer."""
 
     def __init__(
         self,
@@ -102,12 +101,12 @@ class Servers:
         self.cooldown = cooldown
         self.kind = kind
         self.retry_seconds = retry_seconds
-        self._away: float | None = None  # since when nobody is there
+        self._away: float | None = None  # since when no server is available
         self._lock = threading.Lock()
 
     def wake(self) -> None:
-        """Revive, before a batch, every dead server whose cooldown is over, or all if none
-        lives."""
+        """Revive, before a batch, every dead server whose cooldown is over, or all if none is
+        alive."""
         with self._lock:
             nobody = all(server.dead for server in self.all)
             for server in self.all:
@@ -115,8 +114,8 @@ class Servers:
                     server.dead = server.silent = False
 
     def take(self, tried: Sequence[Server]) -> Server | None:
-        """Take the next server: alive and not tried for this request, else alive, else one that at
-        least fails quickly."""
+        """Take the next server: alive and not tried for this request, else alive, else one that
+        fails quickly."""
         with self._lock:
             ranks = [
                 [server for server in self.all if not server.dead and server not in tried],
@@ -153,7 +152,7 @@ class Servers:
         """Record the failure of a request sent at ``started``; the first of a kind is logged with
         address and cause.
 
-        A server that has answered others in the meantime is not dead: that one request is slow or
+        A server that has answered others in the meantime is not dead: only this request is slow or
         was lost.
         """
         with self._lock:
@@ -176,19 +175,19 @@ class Servers:
             log.warning("%s %s failed: %s; %s", self.kind, server.url, error, goes)
 
     def patience(self) -> float:
-        """Return how many seconds more servers that are not there are waited for."""
+        """Return how many more seconds to wait for servers that are down."""
         since = self._away
         return 0.0 if since is None else since + self.retry_seconds - time.monotonic()
 
     def gave_up(self, server: Server) -> None:
-        """Record that the request was refused, which is no fault of the server's."""
+        """Record that the request was refused, which is not the server's fault."""
         with self._lock:
             server.outstanding -= 1
 
     @contextmanager
     def asked(self, server: Server) -> Iterator[None]:
-        """Record how a request to a server, which ``take`` has chosen, ends; of one that raises
-        ``Failed`` whoever asks tells ``failed``."""
+        """Record how a request to a server from ``take`` ends; on ``Failed``, the caller calls
+        ``failed``."""
         try:
             yield
         except Failed:
@@ -203,7 +202,7 @@ class Servers:
 
 
 def addresses(url: str | list[str], who: str) -> list[str]:
-    """Return one or several addresses as a list. Raises UserError where there is none."""
+    """Return one or several addresses as a list. Raises UserError if there is none."""
     urls = [url] if isinstance(url, str) else list(url)
     if not urls:
         raise UserError(f"{who} needs the address of at least one server in `url`")
@@ -213,7 +212,7 @@ def addresses(url: str | list[str], who: str) -> list[str]:
 def check_url(url: str, kind: str = "reward server") -> str:
     """Return an http(s) address without a trailing slash. Raises UserError."""
     try:
-        httpx.URL(url)  # what it refuses would fail at every request
+        httpx.URL(url)  # what httpx refuses here would fail at every request
         parts = urlsplit(url)
         valid = (
             parts.scheme in ("http", "https")
@@ -230,16 +229,16 @@ def check_url(url: str, kind: str = "reward server") -> str:
 
 
 class BoundedClient(httpx.Client):
-    """Sends requests that hold no more than they must, and reads whole answers within limits.
+    """Sends minimal requests, and reads whole answers within limits.
 
     Connections are kept open between calls. There are no proxies, and no header but ``HEADERS`` and
-    the token: what the environment adds (OPENAI_CUSTOM_HEADERS, a proxy's password) is for others.
-    A request's ``timeout`` bounds it altogether; its extension ``longest`` bounds the answer, which
-    must not be compressed. ``certificate``: a file of those that https is checked by, None: those
-    of the machine.
+    the token: headers from the environment (OPENAI_CUSTOM_HEADERS, a proxy's password) are not
+    sent. A request's ``timeout`` bounds its total time; its extension ``longest`` bounds the
+    answer, which must not be compressed. ``certificate``: a file of trusted certificates for https,
+    None: the machine's.
 
     Raises:
-        Failed: no answer, no whole one in time, or one that is too long or compressed.
+        Failed: no complete answer in time, or one that is too long or compressed.
         UserError: the certificate cannot be read.
     """
 
@@ -262,7 +261,7 @@ class BoundedClient(httpx.Client):
     def send(self, request: httpx.Request, *, stream: bool = False, **_: Any) -> httpx.Response:
         for name in set(request.headers) - HEADERS:
             del request.headers[name]
-        request.headers["Accept-Encoding"] = "identity"  # what is decompressed has no bound
+        request.headers["Accept-Encoding"] = "identity"  # decompression is unbounded
         if token := self.token():
             request.headers["Authorization"] = f"Bearer {token}"
         timeout = request.extensions["timeout"]["read"]
@@ -299,7 +298,7 @@ class BoundedClient(httpx.Client):
 
 @cache
 def trusted(certificate: Path | None) -> ssl.SSLContext:
-    """Return what https is checked by; reading all that a machine trusts takes a while. Raises
+    """Return the trusted certificates for https, cached since loading the machine's is slow. Raises
     UserError."""
     if certificate is None:
         return httpx.create_ssl_context(trust_env=False)
@@ -310,12 +309,12 @@ def trusted(certificate: Path | None) -> ssl.SSLContext:
 
 
 def post(client: BoundedClient, url: str, content: bytes, count: int, timeout: float) -> bytes:
-    """Return the body of a 200 answer to ``POST url/score``, within ``timeout`` seconds altogether.
+    """Return the body of a 200 answer to ``POST url/score``, within ``timeout`` seconds in all.
 
     Raises:
         Failed: no answer, or one that says "later" or "broken".
-        UserError: an answer that says the request, the token or the address is wrong; repeating it
-            would not help.
+        UserError: an answer that says the request, the token or the address is wrong; a retry would
+            not help.
     """
     longest = ANSWER[0] + ANSWER[1] * count
     response = client.post(
@@ -329,19 +328,19 @@ def post(client: BoundedClient, url: str, content: bytes, count: int, timeout: f
 
 
 def later(status: int, header: str | None, message: str) -> Failed:
-    """Return what an answer that says "later" or "broken" means for the next try; ``header``: its
+    """Return the failure for an answer that says "later" or "broken"; ``header``: its
     Retry-After."""
     return Failed(message, away=status in AWAY, wait=retry_after(header or ""))
 
 
 def unreachable(error: httpx.HTTPError) -> str:
-    """Return why there is no answer: in the words of the system, without its number."""
+    """Return why there is no answer: the operating system's message, without its number."""
     words = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
     return f"{type(error).__name__}: {words[:1].lower() + words[1:]}"
 
 
 def retry_after(value: str) -> float | None:
-    """Return the seconds of a Retry-After header: a number, or the difference to its date."""
+    """Return the seconds of a Retry-After header: a number, or the time until its date."""
     try:
         seconds = float(value)
     except ValueError:

@@ -1,5 +1,4 @@
-"""Computes rewards elsewhere: by ``mmrl serve-reward`` in another process, environment or
-machine."""
+"""Computes rewards by ``mmrl serve-reward`` in another process, environment or machine."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ from rewards.servers.wire import Format, Read, check_texts, pack, read_answer
 from rewards.servers.wire_prompts import enclosed, has_pictures
 
 log = logging.getLogger(__name__)
-INFO_SECONDS = 5.0  # that a server may take to say what it takes
+INFO_SECONDS = 5.0  # timeout of a request for /info
 
 
 @dataclass(frozen=True)
 class Info:
-    """Holds what a server says of itself: the fields that a requested reward takes for pictures,
-    and what one request may hold."""
+    """Holds a server's /info: the picture fields of the requested rewards, and the limits of a
+    request."""
 
     pictures: frozenset[str] = frozenset()
     max_samples: float = math.inf
@@ -57,8 +56,8 @@ class Info:
         )
 
     def fitting(self, media: Media, most: int) -> int:
-        """Return how many samples fit into one request, at least 1: the server refuses in a
-        sentence a sample that alone is too large."""
+        """Return how many samples fit into one request, at least 1: the server itself refuses a
+        single sample that is too large."""
         pixels = media[0].numel() / 3 / 1e6 if isinstance(media, Tensor) and len(media) else 0
         fits = self.max_megapixels / pixels if pixels else math.inf
         return max(1, int(min(most, self.max_samples, fits)))
@@ -66,7 +65,7 @@ class Info:
 
 @dataclass
 class Call:
-    """Tracks one batch; ``given_up`` is set when no server is left, so that its other requests stop
+    """Tracks one batch; ``given_up`` is set when no server is left, so that other requests stop
     early."""
 
     info: Info
@@ -76,53 +75,52 @@ class Call:
 @REWARDS.register("remote")
 @card(source="on the [servers](remote-rewards.md)", licence="as there", scaling="as there")
 class Remote:
-    """Ask reward servers (``mmrl serve-reward``): one reward of theirs by name, or their weighted
-    sum.
+    """Call reward servers (``mmrl serve-reward``): one reward by name, or their weighted sum.
 
-    The batch is cut into requests that go to the servers side by side, to whichever has the fewest
-    outstanding. A request that fails is tried again, elsewhere if possible. Samples whose requests
-    all failed are NaN. A server that does not answer is named in the log, once, with the cause, and
-    left alone for ``cooldown`` seconds. Every sample must be judged by itself: a reward that
-    compares the samples of a group cannot be served this way.
+    The batch is split into requests that are sent in parallel, each to the server with the fewest
+    outstanding. A failed request is retried, on another server if possible. Samples whose requests
+    all failed are NaN. A server that does not answer is logged once, with the cause, and gets no
+    requests for ``cooldown`` seconds. Every sample must be judged by itself: a reward that compares
+    the samples of a group cannot be served this way.
 
-    PNG and WebP round pictures to 8 bits, so that the numbers equal those of the same reward called
-    with rounded pictures; ``tensor`` sends the floats as they are. A sample with a pixel that is
-    not finite is NaN with the former.
+    PNG and WebP round pictures to 8 bits, so that the values equal those of the reward on rounded
+    pictures; ``tensor`` sends floats. With PNG and WebP, a sample with a pixel that is not finite
+    is NaN.
 
     Args:
         url: address, or several of servers that serve the same.
-        token: what the servers want to see; None: the environment variable MMRL_REWARD_TOKEN, which
-            is better, since a run writes its configuration down.
+        token: the servers' token; None: the environment variable MMRL_REWARD_TOKEN, which is safer,
+            since a run saves its configuration.
         token_file: a file whose first line is the token; it is read again when it changes.
-        certificate: a file of certificates that https is checked by, such as the server's own;
-            None: those that the machine trusts.
-        name: which of the servers' rewards; None: the sum of all with the weights of the servers'
+        certificate: a file of trusted certificates for https, such as the server's own; None: the
+            machine's.
+        name: one of the servers' rewards; None: their sum with the weights of the servers'
             configuration.
         format: ``png``, ``webp`` (lossless) or ``tensor`` (safetensors).
         timeout: seconds for one request.
-        retries: further tries of a request.
-        retry_seconds: how long servers that are full or not there are waited for; then samples have
-            no value, until one answers again.
-        batch_size: most samples in one request; less where a server takes less.
+        retries: repetitions of a request that failed.
+        retry_seconds: how long to wait for servers that are full or down; then samples have no
+            value, until one answers again.
+        batch_size: maximum samples in one request; fewer if a server takes fewer.
         concurrency: requests at once for each server.
         backoff: seconds before the first repetition, doubled for each further one, with jitter.
-        cooldown: seconds that a dead server is left alone while another lives.
+        cooldown: seconds without requests to a dead server while another is alive.
         fields: keys of the prompts to send; None: all, but pictures (``image``, ``images``) only if
-            a reward that is asked for looks at them. Pictures are sent, also those of fields such
-            as ``reference`` and ``mask``; files are read here.
-        largest: a value of which more than so much is left counts as a broken answer.
+            a requested reward uses them. Pictures are sent, also those of fields such as
+            ``reference`` and ``mask``; files are read here.
+        largest: values larger in magnitude count as a broken answer.
         on_failure: ``nan`` leaves samples without a value out, ``stop`` raises.
-        recheck: share of the requests whose samples are sent once more in another order. If the
+        recheck: share of the requests that are repeated with the samples in another order. If the
             same values come back for other samples, the server mixes them up, and the request
-            counts as failed; other values are said in the log, once: the reward draws lots, or
-            does not judge every sample by itself.
+            counts as failed; other values are logged once: the reward is random, or does not judge
+            every sample by itself.
 
     Attributes:
         servers: the record of every server: requests, failures, the last cause.
 
     Raises:
-        UserError: when a server refuses the token, the samples or the name; with ``stop``, when a
-            sample has no value.
+        UserError: a server refuses the token, the samples or the name; with ``stop``, a sample has
+            no value.
     """
 
     def __init__(
@@ -159,7 +157,7 @@ class Remote:
         self.fields = fields
         self.stop = on_failure == "stop"
         self.recheck = recheck
-        self._unsteady = False  # it was said that values differ
+        self._unsteady = False  # whether differing values have been logged
         self._jitter = random.Random()  # not the global one, which belongs to the run
         self._info: Info | None = None  # not known yet
         count = concurrency * len(urls)
@@ -171,8 +169,8 @@ class Remote:
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Any:
         """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
-        the CPU, or a list with None where the reward does not apply; with sums of sub-scores behind
-        it where it has any."""
+        the CPU, or a list with None where the reward does not apply; with sums of sub-scores if it
+        has any."""
         rows = sendable(media, self.format)
         values = torch.full((len(prompts),), torch.nan)  # [B]
         applies = torch.ones(len(prompts), dtype=torch.bool)
@@ -196,7 +194,7 @@ class Remote:
                 for key, sums in read.parts.items():
                     parts[key] = parts.get(key, Sums()).plus(sums)
         finally:
-            call.given_up.set()  # after an error, waiting requests must not try again
+            call.given_up.set()  # after an error, waiting requests must not retry
             pool.shutdown(wait=False, cancel_futures=True)
         self._check(values, [row for row in rows if applies[row]])
         known = (
@@ -207,8 +205,8 @@ class Remote:
         return (known, parts) if parts else known
 
     def _prompts(self, prompts: list[Prompt], pictures: frozenset[str]) -> list[Prompt]:
-        """Return what is sent of prompts: ``fields``, or all; pictures only to rewards that look at
-        them, as PNG."""
+        """Return the fields of prompts to send: ``fields``, or all; pictures as PNG, only to
+        rewards that use them."""
         if self.fields is not None:
             prompts = [
                 {key: prompt[key] for key in self.fields if key in prompt} for prompt in prompts
@@ -224,7 +222,7 @@ class Remote:
             ) from error
 
     def _know(self) -> Info:
-        """Return what the first server that answers says of itself; nothing if none does."""
+        """Return the /info of the first server that answers; nothing if none does."""
         for server in self.servers if self._info is None else ():
             try:
                 response = self._client.get(
@@ -240,12 +238,12 @@ class Remote:
         return self._info or Info()
 
     def causes(self) -> str:
-        """Return why samples have no value, as far as servers are to blame."""
+        """Return why samples have no value, as far as servers are the cause."""
         return self._pool.causes()
 
     def _check(self, values: Tensor, rows: list[int]) -> None:
-        """Apply ``on_failure``: null from a server and no answer at all are the same, a sample
-        without a value."""
+        """Apply ``on_failure``: null from a server and no answer at all both mean a sample without
+        a value."""
         missing = int(values[rows].isnan().sum())
         if missing and self.stop:
             causes = self._pool.causes() or "the servers could not score them"
@@ -254,7 +252,7 @@ class Remote:
             )
 
     def _ask(self, call: Call, media: Media, prompts: list[Prompt]) -> Read:
-        """Return what one request is answered, NaN where nobody could give a value."""
+        """Return the values of one request, NaN if no server could give one."""
         nothing = Read.nothing(len(prompts))
         if call.given_up.is_set():
             return nothing
@@ -279,23 +277,25 @@ class Remote:
     def _check_order(
         self, server: Server, media: Media, prompts: list[Prompt], values: Tensor
     ) -> None:
-        """Send the samples once more, the last ones first. Raises Failed if the values are those of
-        other samples."""
+        """Send the samples again, in reverse order. Raises Failed if the values are those of other
+        samples."""
         order = list(reversed(range(len(prompts))))
         ids = fresh_ids(len(prompts))
         shuffled = [prompts[i] for i in order]
         content = pack(take(media, order), shuffled, self.format, self.names, ids)
-        again = self._exchange(server, content, ids).values[order]  # as the first ones were
+        again = self._exchange(server, content, ids).values[
+            order
+        ]  # in the order of the first request
         if torch.allclose(values, again, rtol=1e-3, atol=1e-3, equal_nan=True):
             return
         alike = torch.allclose(values.sort()[0], again.sort()[0], 1e-3, 1e-3, equal_nan=True)
-        if alike and len(values.unique()) > 2:  # two values may fall so by lot
+        if alike and len(values.unique()) > 2:  # two values may coincide by chance
             raise Failed("mixes samples up: sent in another order, they have each other's values")
         if not self._unsteady:
             self._unsteady = True
             log.warning(
                 "reward 'remote': %s gives other values to the same samples sent again, by up to "
-                "%.3g: it draws lots, or does not judge every sample by itself",
+                "%.3g: it is random, or does not judge every sample by itself",
                 server.url,
                 float((values - again).abs().nan_to_num(0.0).max()),
             )
@@ -318,13 +318,13 @@ class Remote:
 
 
 def fresh_ids(count: int) -> list[str]:
-    """Return names of samples that no answer to another request can know."""
+    """Return sample ids that no answer to another request can contain."""
     request = secrets.token_hex(8)
     return [f"{request}-{i}" for i in range(count)]
 
 
 def sendable(media: Media, format: str) -> list[int]:
-    """Return the rows whose pixels are finite, which PNG and WebP can hold; every row of the other
+    """Return the rows whose pixels are finite, which PNG and WebP can hold; every row for other
     formats."""
     if not isinstance(media, Tensor):
         return list(range(len(check_texts(media))))

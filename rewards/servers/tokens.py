@@ -1,5 +1,5 @@
-"""Reads the token of reward servers: as it is written, from the environment, or from a file that
-may change."""
+"""Reads the token of reward servers: literal, from the environment, or from a file that may
+change."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ VARIABLE = "MMRL_REWARD_TOKEN"
 
 
 class Tokens:
-    """Holds the tokens that are valid now.
+    """Holds the currently valid tokens.
 
     Args:
         token: the only one; None: the environment variable ``MMRL_REWARD_TOKEN``, or none.
-        variable: the environment variable, where it is another.
-        file: has one on every line, in place of the two; it is read again when it has changed. A
-            server takes each of them, a client sends the first.
+        variable: the environment variable, if it is another.
+        file: has one per line, instead of the two; it is read again when it changes. A server
+            accepts all, a client sends the first.
 
     Raises:
-        UserError: when made, for a file that cannot be read or has no token. Later changes that are
-            no good are left alone.
+        UserError: when constructed, for a file that cannot be read or has no token. Invalid later
+            changes are ignored.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Tokens:
             self._tokens = self._read(self.file)
 
     def valid(self) -> tuple[str, ...]:
-        """Return the tokens, none where none is asked for."""
+        """Return the tokens, empty if none is required."""
         if self.file is None:
             return self._tokens
         with self._lock:
@@ -52,7 +52,7 @@ class Tokens:
                     self._tokens = self._read(self.file)
                     self._stamp = stamp
             except (OSError, UserError):
-                pass  # it is being replaced: those of before are valid until it is there
+                pass  # being replaced: the previous ones stay valid until it is back
         return self._tokens
 
     def current(self) -> str | None:

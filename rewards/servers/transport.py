@@ -1,5 +1,5 @@
-"""Makes every read and write of a request end at one deadline: a server that sends a byte now and
-then, in the headers too, cannot keep a client."""
+"""Gives all reads and writes of a request one deadline: a server that trickles bytes, also in
+headers, cannot block a client."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import httpcore
 import httpx
 
-_of_thread = threading.local()  # requests are made by the thread that waits for them
+_of_thread = threading.local()  # a request is made by the thread that waits for it
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[float]:
-    """End what this thread sends and receives inside after so many seconds; yields the moment."""
+    """End this thread's sends and receives inside after ``seconds``; yields the deadline."""
     _of_thread.moment = time.monotonic() + seconds
     try:
         yield _of_thread.moment
@@ -27,7 +27,7 @@ def deadline(seconds: float) -> Iterator[float]:
 
 
 def left(timeout: float | None, error: type[Exception]) -> float | None:
-    """Return the seconds that one step may take. Raises ``error`` where there are none."""
+    """Return the seconds that one step may take. Raises ``error`` if there are none."""
     moment: float | None = getattr(_of_thread, "moment", None)
     if moment is None:
         return timeout
@@ -66,7 +66,7 @@ class Stream(httpcore.NetworkStream):
 
 
 class Backend(httpcore.NetworkBackend):
-    """Makes connections whose steps end at the deadline."""
+    """Opens connections whose steps end at the deadline."""
 
     def __init__(self, inner: httpcore.NetworkBackend):
         self.inner = inner

@@ -11,7 +11,7 @@ from annotated_types import Ge
 
 from rewards.servers.pool import Failed, Server, Servers
 
-LONGEST_PAUSE = 5.0  # seconds between two looks whether a server is back
+LONGEST_PAUSE = 5.0  # seconds between checks whether a server is back
 JITTER = random.Random()  # not the global one, which belongs to the run
 RetrySeconds = Annotated[float, Ge(0)]
 
@@ -19,8 +19,8 @@ RetrySeconds = Annotated[float, Ge(0)]
 class Tries:
     """Yields the servers that one request is sent to, until ``retries`` repetitions are used up.
 
-    A server that is full or not there uses up none while the pool's patience lasts. Waits grow
-    from ``backoff`` seconds, with jitter, once each server was tried.
+    A server that is full or down uses none while the pool's patience lasts. Waits grow from
+    ``backoff`` seconds, with jitter, once each server was tried.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Encodes samples and prompts for a reward server and back: JSON with PNG, lossless WebP or
 safetensors.
 
-Nothing here can run code that a sender chose: there is no pickle. ``pack`` is the client's half,
-``unpack`` the server's; both ends of a conversation import this file, so they cannot disagree. F
-frames (videos), B samples.
+Nothing here can run a sender's code: there is no pickle. ``pack`` is the client's half, ``unpack``
+the server's; both ends of a conversation import this file, so they cannot disagree. F frames
+(videos), B samples.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Format = Literal["png", "webp", "tensor"]
 FORMATS: tuple[Format, ...] = ("png", "webp", "tensor")
 KINDS = ("images", "videos", "texts", "tensor")
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # of PIL, 8 bits a channel or fewer
-DEPTH = 32  # lists and objects inside each other, in a prompt
+DEPTH = 32  # nesting depth of a prompt
 KEYS = 1000  # of an object in a prompt
-STRIP = 2**18  # pixels that are turned into floats at once
+STRIP = 2**18  # pixels converted to floats at a time
 
 
 class BadInput(Exception):
-    """Says what a sender got wrong; ``field`` is where."""
+    """Says what is wrong with a request; ``field`` is where."""
 
     def __init__(self, field: str, problem: str):
         super().__init__(f"{field}: {problem}")
@@ -51,10 +51,10 @@ class Limits:
     """Sets what one request may hold, and how its pictures may be encoded."""
 
     samples: int = 1024
-    pixels: float = 64e6  # of all pictures together, decoded
+    pixels: float = 64e6  # of all pictures in all, decoded
     formats: Sequence[str] = FORMATS
-    pictures: tuple[str, ...] = ()  # fields of prompts that hold some, besides image and images
-    values: float = 2e6  # of the JSON: commas and brackets, those inside texts too
+    pictures: tuple[str, ...] = ()  # picture fields of prompts, besides image and images
+    values: float = 2e6  # of the JSON: commas and brackets, also inside texts
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Parts:
     media: Any
     kind: str
     rewards: Any = None
-    marks: Any = None  # what texts know of themselves: null or {tokens, finished, logprob} for each
+    marks: Any = None  # recorded values of texts: null or {tokens, finished, logprob} for each
     ids: Any = None  # names of the samples
     sound: Any = None  # of videos, the bytes of a safetensors file
     sampling_rate: Any = None
@@ -87,7 +87,7 @@ def pack(
     bits. ``ids``: names of the samples, which the answer repeats.
 
     Raises:
-        UserError: prompts that JSON cannot hold, or media that is neither pictures nor text.
+        UserError: prompts that JSON cannot represent, or media that are neither pictures nor texts.
     """
     body: dict[str, Any] = {"prompts": check_prompts(prompts)}
     if names is not None:
@@ -119,7 +119,7 @@ def to_base64(content: bytes) -> str:
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts, if JSON can hold them."""
+    """Return the prompts, if JSON can represent them."""
     for prompt in prompts:
         for key, value in prompt.items():
             try:
@@ -171,7 +171,7 @@ def picture_bytes(picture: Tensor, kind: str) -> bytes:
 
 
 def parse_json(content: bytes | bytearray, field: str, values: float = math.inf) -> Any:
-    """Parse strict JSON: NaN and infinity are refused, and more than so many values."""
+    """Parse strict JSON: NaN and infinity are refused, and more than ``values`` values."""
     if sum(content.count(mark) for mark in (b",", b"[", b"{")) > values:
         raise BadInput(
             field, f"holds more than {values:.0f} values (commas and brackets); send fewer samples"
@@ -187,11 +187,11 @@ def _no_constant(name: str) -> None:
 
 
 def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[Prompt]]:
-    """Return media and prompts as a reward takes them: floats [B, 3, H, W] or [B, F, 3, H, W] in
-    0..1, or texts.
+    """Return media and prompts as the arguments of a reward: floats [B, 3, H, W] or [B, F, 3, H, W]
+    in 0..1, or texts.
 
     Raises:
-        BadInput: anything that is not what it should be, with the name of the field.
+        BadInput: anything malformed, with the name of the field.
     """
     prompts = parts.prompts
     if not isinstance(prompts, list) or not all(isinstance(prompt, dict) for prompt in prompts):
@@ -217,7 +217,7 @@ def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[Promp
 
 
 def check_ids(ids: Any, count: int) -> None:
-    """Refuse names of samples that are not different short texts, one for each.
+    """Refuse sample ids unless they are distinct short texts, one per sample.
 
     Raises:
         BadInput: they are not.
@@ -230,7 +230,7 @@ def check_ids(ids: Any, count: int) -> None:
 
 
 def check_shape(prompts: list[Any]) -> None:
-    """Refuse prompts that are nested deeper, or have more keys in an object, than any honest one.
+    """Refuse prompts that are nested too deep, or have too many keys in an object.
 
     Raises:
         BadInput: they do.
@@ -251,7 +251,7 @@ def check_shape(prompts: list[Any]) -> None:
 
 
 def check_lists(parts: Parts, limits: Limits) -> None:
-    """Refuse media that are no list, or videos that are no lists of equally many frames.
+    """Refuse media that are not a list, or videos that are not lists of equally many frames.
 
     Raises:
         BadInput: they are not.
@@ -373,7 +373,7 @@ def _decoder(name: str, content: Any, formats: Sequence[str]) -> Iterator[Any]:
             yield picture
     except BadInput:
         raise
-    except Exception as error:  # whatever a decoder says of bytes that anyone may have sent
+    except Exception as error:  # whatever a decoder raises on untrusted bytes
         kind = type(error).__name__
         raise BadInput(
             name, f"cannot be read as {' or '.join(allowed)} ({kind}; {len(content)} bytes)"
@@ -391,7 +391,7 @@ def _tensor(content: Any, limits: Limits) -> Tensor:
         raise BadInput("tensor", "expected the bytes of a safetensors file")
     try:
         media = load(content)["media"]
-    except Exception as error:  # whatever a decoder says of bytes that anyone may have sent
+    except Exception as error:  # whatever a decoder raises on untrusted bytes
         raise BadInput(
             "tensor",
             f"is not a safetensors file with a tensor called media ({type(error).__name__})",
@@ -416,8 +416,8 @@ def _tensor(content: Any, limits: Limits) -> Tensor:
 
 
 class Read(NamedTuple):
-    """Holds what an answer says: ``values`` [B] float32, NaN where there is none; ``applies`` [B]:
-    False where the reward does not apply; sums and counts of sub-scores by name."""
+    """Holds what an answer says: ``values`` [B] float32, NaN if there is none; ``applies`` [B]:
+    False if the reward does not apply; sums and counts of sub-scores by name."""
 
     values: Tensor
     applies: Tensor
@@ -428,7 +428,7 @@ class Read(NamedTuple):
         return cls(torch.full((count,), torch.nan), torch.ones(count, dtype=torch.bool), {})
 
     def joined(self, other: Read) -> Read:
-        """Return both, of samples one behind the other."""
+        """Concatenate both."""
         keys = dict.fromkeys([*self.parts, *other.parts])
         parts = {k: self.parts.get(k, Sums()).plus(other.parts.get(k, Sums())) for k in keys}
         values, applies = (torch.cat(pair) for pair in zip(self[:2], other[:2]))
@@ -438,12 +438,12 @@ class Read(NamedTuple):
 def read_answer(
     content: bytes, names: Sequence[str] | None, ids: Sequence[str], largest: float = math.inf
 ) -> Read:
-    """Read an answer: the only requested reward, or the weighted sum of all, NaN where null. A sum
-    leaves out what does not apply, and does not apply where none of its rewards does. ``ids`` [B]:
-    as they were sent; ``largest``: of a value and of a weighted sum.
+    """Read an answer: the only requested reward, or the weighted sum of all, NaN for null. A sum
+    skips rewards that do not apply, and does not apply if none does. ``ids`` [B]: as sent;
+    ``largest``: bound of a value and of a weighted sum.
 
     Raises:
-        ValueError: an answer that is not what a server of ours sends, or one to something else.
+        ValueError: an answer that is not from an mmrl server, or to another request.
     """
     count = len(ids)
     try:
@@ -477,7 +477,7 @@ def read_answer(
 
 
 def _sums(pair: Any) -> Sums:
-    """Read the sum and the number of a sub-score's values."""
+    """Read the sum and the count of a sub-score's values."""
     if not isinstance(pair, list) or [type(v) in (int, float) for v in pair] != [True, True]:
         raise ValueError("expected two numbers of a sub-score")
     sums = Sums(*map(float, pair))
@@ -498,10 +498,10 @@ def _rows(numbers: Any, count: int) -> Tensor:
 
 
 def check_order(answered: Any, ids: Sequence[str]) -> None:
-    """Refuse an answer that is not about these samples in their order.
+    """Refuse an answer that is not for these samples in this order.
 
     Raises:
-        ValueError: says what it is about.
+        ValueError: says what is wrong.
     """
     if answered is None:
         raise ValueError("it does not repeat the ids of the samples: another version's server")
@@ -529,7 +529,7 @@ def _values(row: Any, count: int) -> Tensor:
 
 def message_of(content: bytes) -> str:
     """Return the message of an error answer, shortened: of ``{"error": text}``, OpenAI's
-    ``{"error": {"message": text}}`` or anything else. What it says came from outside."""
+    ``{"error": {"message": text}}`` or anything else. It is untrusted text."""
     try:
         text = json.loads(content)["error"]
         text = text["message"] if isinstance(text, dict) else text

@@ -1,5 +1,5 @@
-"""Carries what travels besides samples: pictures of prompts, and what a text knows of itself, such
-as its length."""
+"""Encodes what is sent besides samples: pictures of prompts, and recorded values of texts, such as
+their length."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rewards.base.media import to_uint8
 from rewards.card import PICTURES
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-PNG = "png"  # {"png": "<base64>"} stands for a picture
+PNG = "png"  # {"png": "<base64>"} is a picture
 
 
-# what the policy knew of a text: name of a ``Completion``'s attribute -> its types in JSON
+# recorded values of a text: attribute of ``Completion`` -> its JSON types
 MARKS = {
     "tokens": (int,),
     "finished": (bool,),
@@ -35,7 +35,7 @@ MARKS = {
 
 
 def marks_of(texts: Sequence[str]) -> list[dict[str, Any] | None] | None:
-    """Return what the texts know of themselves; None if none knows anything."""
+    """Return the recorded values of the texts; None if there are none."""
     marks = [_mark(text) for text in texts]
     return marks if any(marks) else None
 
@@ -48,7 +48,7 @@ def _mark(text: str) -> dict[str, Any] | None:
 
 
 def marked_texts(texts: Sequence[str], marks: Any) -> list[str]:
-    """Return texts with their marks again. Raises ValueError with what is wrong."""
+    """Restore the marks of texts. Raises ValueError with what is wrong."""
     if marks is None:
         return list(texts)
     if not isinstance(marks, list) or len(marks) != len(texts):
@@ -68,7 +68,7 @@ def _marked_text(text: str, mark: Any) -> Completion:
             "question_gain, last_logprob: numbers"
         )
         raise ValueError(f"expected null or {{{types}}}")
-    # a whole number of JSON may have any length
+    # a JSON integer may have any length
     if any(abs(value) > 2**53 for value in mark.values()):
         raise ValueError("expected numbers below 2**53")
     marked = Completion(text)
@@ -98,11 +98,11 @@ def _may_be_picture(value: Any) -> bool:
 
 
 def enclosed(prompt: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
-    """Return the prompt with the pictures of these fields as PNG in base64; its own pictures only
-    if they are among the fields.
+    """Return the prompt with the pictures of these fields as PNG in base64; ``image`` and
+    ``images`` only if they are among the fields.
 
     Raises:
-        OSError, ValueError: a file that cannot be read, a picture that has no colours.
+        OSError, ValueError: a file that cannot be read, a picture without colours.
     """
     return {
         key: _each(value, _encoded) if key in fields else value
@@ -136,10 +136,10 @@ def _encoded(picture: Any) -> Any:
 
 
 def opened(prompts: Sequence[Prompt], pixels: float, fields: Collection[str] = ()) -> list[Prompt]:
-    """Return prompts with their pictures, and those of further ``fields``, as PIL images; a path,
-    which means nothing here, is refused.
+    """Return prompts with their pictures, and those of further ``fields``, as PIL images; a path is
+    refused.
 
-    A further field may hold something else that is no text, such as the run lengths of a mask.
+    A further field may hold something else than text, such as the run lengths of a mask.
 
     Raises:
         ValueError: what is wrong and where; together they may have ``pixels`` pixels.
@@ -162,7 +162,7 @@ def opened(prompts: Sequence[Prompt], pixels: float, fields: Collection[str] = (
 
 
 def headers(prompts: Sequence[Prompt], fields: Collection[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the beginning of every picture of prompts, with its place; nothing for what is none."""
+    """Yield the header bytes of every picture of prompts, with its place; skips anything else."""
     for i, prompt in enumerate(prompts):
         for key in dict.fromkeys((*PICTURES, *fields)):
             for picture in _listed(prompt.get(key)):
@@ -170,11 +170,11 @@ def headers(prompts: Sequence[Prompt], fields: Collection[str]) -> Iterator[tupl
                 try:
                     yield f"prompts[{i}].{key}", base64.b64decode(str(text)[:64])
                 except binascii.Error:
-                    continue  # decoding says what is wrong with it
+                    continue  # decoding reports what is wrong
 
 
 def _for_picture(value: Any) -> bool:
-    """Tell whether a value stands for a picture: a text, {"png": ...}, or a list with one."""
+    """Tell whether a value is meant as a picture: a text, {"png": ...}, or a list with one."""
     return any(
         isinstance(item, str) or (isinstance(item, dict) and PNG in item) for item in _listed(value)
     )
@@ -201,5 +201,5 @@ def _decoded(picture: Any, left: float, where: str) -> Any:
         raise (
             error if str(error).startswith(where) else ValueError(f"{where}: cannot be read as PNG")
         ) from error
-    except Exception as error:  # whatever a decoder says of bytes that anyone may have sent
+    except Exception as error:  # whatever a decoder raises on untrusted bytes
         raise ValueError(f"{where}: cannot be read as PNG ({type(error).__name__})") from error

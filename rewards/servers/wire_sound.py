@@ -14,7 +14,7 @@ FASTEST = 768_000  # samples a second
 
 
 def sound_fields(media: Any) -> dict[str, Any]:
-    """Return what a request says of the sound of videos; nothing of media without one."""
+    """Return a request's fields for the sound of videos; empty for media without sound."""
     if not isinstance(media, SoundVideos):
         return {}
     from safetensors.torch import save
@@ -27,10 +27,10 @@ def sound_fields(media: Any) -> dict[str, Any]:
 
 
 def sounded(media: Tensor | list[str], content: Any, rate: Any, most: float) -> Any:
-    """Give videos [B, F, 3, H, W] the sound that was sent with them, of at most so many numbers.
+    """Attach the received sound to videos [B, F, 3, H, W], of at most ``most`` numbers.
 
     Raises:
-        ValueError: it is none, or none of theirs.
+        ValueError: it is malformed, or does not match the videos.
     """
     if not isinstance(media, Tensor) or media.ndim != 5:
         raise ValueError("belongs to videos")
@@ -55,7 +55,7 @@ def _read(content: bytes) -> Tensor:
 
     try:
         sound: Tensor = load(content)["sound"]
-    except Exception as error:  # whatever a decoder says of bytes that anyone may have sent
+    except Exception as error:  # whatever a decoder raises on untrusted bytes
         kind = type(error).__name__
         raise ValueError(
             f"is not a safetensors file with a tensor called sound ({kind})"

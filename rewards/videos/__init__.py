@@ -1,1 +1,1 @@
-"""Scores videos and their sound."""
+"""Rewards of videos and their sound."""

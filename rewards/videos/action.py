@@ -1,4 +1,4 @@
-"""Scores whether a video shows the wanted action, by a video classifier (VideoMAE, Tong et al.
+"""Scores whether a video shows the prompt's action, by a video classifier (VideoMAE, Tong et al.
 2022, arXiv:2203.12602, and others of transformers)."""
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ SCALES: dict[str, Scaling] = {"probability": raw, "log_probability": torch.log}
 class Action:
     """Score a video by the probability of the prompt's action under a video classifier.
 
-    The frames are taken evenly over the video, as many as the model wants, repeated where there are
-    fewer, and rounded to 8 bits.
+    Frames are sampled evenly, as many as the model expects, repeated if there are fewer, and
+    rounded to 8 bits.
 
     Args:
         model: a video classifier of transformers, hub id or folder, with its processor.
-        field: the field of a prompt that names the class, as the model does (capitals do not
-            matter).
+        field: the field of a prompt that names the class, as in the model (case does not matter).
         scale: the probability, its logarithm, or a factor.
         batch_size: videos in one forward pass.
         device: ``auto`` is CUDA if there is one.

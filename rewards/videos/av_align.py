@@ -1,5 +1,4 @@
-"""Scores whether what is heard happens when it is seen: AV-Align (Yariv et al. 2023,
-arXiv:2309.16429)."""
+"""Scores the synchrony of sound and motion: AV-Align (Yariv et al. 2023, arXiv:2309.16429)."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from rewards.card import card
 from rewards.videos.motion import SOURCE, Flow, MotionReward
 
 LEAST = 3  # frames: a peak of motion has a neighbour on either side
-# of librosa's onset detection, seconds: the loudest of PAST around it, and DELTA above the mean of
+# of librosa's onset detection, seconds: the maximum within PAST, DELTA above the mean within
 # AROUND, at least PAUSE after the last one
 FRAME = 0.093  # of the short-time spectrum
 HOP = 0.0232
@@ -41,16 +40,15 @@ MELS = 40
 )
 @REWARDS.register("av_align")
 class AVAlign(MotionReward):
-    """Score how many onsets of the sound fall together with peaks of motion.
+    """Score how many onsets of the sound coincide with peaks of motion.
 
     Onsets are peaks of the rise of the sound's mel spectrum, as librosa picks them; peaks of motion
-    are those of the mean length of the optical flow. An onset and a peak that are no further apart
-    than ``window`` frames are one event, no event counts twice, and the score is events by all that
-    was heard or seen (intersection over union). 0 where there is neither: a silent or a still video
-    earns nothing.
+    are those of the mean length of the optical flow. An onset and a peak at most ``window`` frames
+    apart are one event, no event counts twice, and the score is intersection over union. 0 if there
+    are none: a silent or a still video earns nothing.
 
     Args:
-        window: frames that both may lie apart.
+        window: maximum distance in frames.
         least_motion: flow, in shares of the shorter side, below which nothing has moved.
         flow: ``dis``, or RAFT small or large.
         weights: RAFT's file, as torchvision publishes it, or ``hub id/file``.
@@ -92,14 +90,14 @@ class AVAlign(MotionReward):
         return torch.tensor(scores, dtype=torch.float32).masked_fill(broken, torch.nan)
 
     def motions(self, lengths: ndarray) -> ndarray:
-        """Find the frames that are reached by a peak of motion; of equal neighbours the first."""
+        """Find the frames at peaks of motion; the first of equal neighbours."""
         inner = lengths[1:-1]
         peaks = (inner > lengths[:-2]) & (inner >= lengths[2:]) & (inner > self.least_motion)
         return np.flatnonzero(peaks) + 2  # the flow at place i leads to frame i + 1
 
 
 def onsets(wave: ndarray, rate: int) -> ndarray:
-    """Find the times, in seconds, at which a sound [samples] of this rate sets in."""
+    """Find the onsets, in seconds, of a sound [samples] of this rate."""
     hop = max(1, round(HOP * rate))
     rise = onset_strength(wave, rate, hop)
     if not rise.max() > 0:
@@ -117,8 +115,8 @@ def onsets(wave: ndarray, rate: int) -> ndarray:
 
 
 def onset_strength(wave: ndarray, rate: int, hop: int) -> ndarray:
-    """Return how much louder the mel bands have become since the hop before, in decibels, mean over
-    the bands, [1 + samples // hop]."""
+    """Return the rise of the mel bands since the previous hop, in decibels, mean over the bands, [1
+    + samples // hop]."""
     from transformers.audio_utils import mel_filter_bank, power_to_db, spectrogram, window_function
 
     length = max(16, 2 ** round(np.log2(FRAME * rate)))
@@ -140,8 +138,8 @@ def onset_strength(wave: ndarray, rate: int, hop: int) -> ndarray:
 
 
 def overlap(sounds: ndarray, motions: ndarray, window: float) -> float:
-    """Divide the events that are heard and seen no further apart than ``window`` by all events;
-    both are sorted times, each of which is part of one event at most."""
+    """Divide the pairs of times at most ``window`` apart by all events; both inputs are sorted, and
+    each time is in at most one pair."""
     events = first = 0
     for time in sounds:
         while first < len(motions) and motions[first] < time - window:

@@ -1,4 +1,5 @@
-"""Scores whether a video sounds as its prompt says, by CLAP (Wu et al. 2023, arXiv:2211.06687)."""
+"""Scores how well a video's sound matches its prompt, by CLAP (Wu et al. 2023,
+arXiv:2211.06687)."""
 
 from __future__ import annotations
 
@@ -38,14 +39,13 @@ LONGEST = 77  # tokens of a text, as CLAP was trained
 class Clap:
     """Score the sound of a video by the cosine of its CLAP embedding and the prompt's.
 
-    Channels are averaged, and resampled to the model's rate. Sounds longer than what the model
-    hears at once (10 s) are cut into as many pieces as cover them, whose cosines are averaged;
-    transformers' extractor would choose at random. Shorter ones are repeated, as published.
+    Channels are averaged, and resampled to the model's rate. Sounds longer than the model's input
+    (10 s) are split into pieces that cover them, whose cosines are averaged; transformers'
+    extractor would crop at random. Shorter ones are repeated, as published.
 
     Args:
         model: a CLAP of transformers, hub id or folder, with its tokenizer and feature extractor.
-        field: the field of a prompt that says what is to be heard, such as a description of the
-            sound alone.
+        field: the field of a prompt that describes the sound.
         scale: a factor on the cosine.
         batch_size: pieces of sound in one forward pass.
         device: ``auto`` is CUDA if there is one.
@@ -91,8 +91,8 @@ class Clap:
         return scores.cpu().masked_fill(broken, torch.nan)
 
     def pieces(self, waves: Tensor, rate: int) -> Tensor:
-        """Resample waves [B, samples] to the model's rate, and cut what is too long for it into
-        equally long pieces that overlap as little as can be: [B, pieces, samples]."""
+        """Resample waves [B, samples] to the model's rate, and split what is too long into equally
+        long pieces with minimal overlap: [B, pieces, samples]."""
         waves = resampled(waves, rate, int(self.extractor.sampling_rate))
         length = waves.shape[1]
         most = int(self.extractor.nb_max_samples)
@@ -102,19 +102,19 @@ class Clap:
 
     def embed_sounds(self, waves: Tensor) -> Tensor:
         """Embed waves [N, samples] -> [N, E] unit vectors."""
-        state = np.random.get_state()  # the extractor draws, also where it need not
+        state = np.random.get_state()  # the extractor draws random numbers, even if it need not
         features = self.extractor(
             list(waves.numpy()), sampling_rate=self.extractor.sampling_rate, return_tensors="pt"
         )
         np.random.set_state(state)
         mels = features["input_features"].to(self.network.device, self.network.dtype)
-        # it calls one of a batch long at random where none is
+        # it marks one of a batch as long at random if none is
         longer = torch.zeros(len(mels), 1, dtype=torch.bool, device=mels.device)
         known = self.network.get_audio_features(input_features=mels, is_longer=longer)
         return nnf.normalize(known.pooler_output.float(), dim=-1)
 
     def embed_texts(self, texts: list[str]) -> Tensor:
-        """Embed N texts -> [N, E] unit vectors; of longer texts the first 77 tokens."""
+        """Embed N texts -> [N, E] unit vectors; texts are truncated to 77 tokens."""
         self.beginning.look(texts)
         tokens = self.tokenizer(
             texts, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt"

@@ -1,4 +1,4 @@
-"""Scores whether a video's frames stay alike, by the similarity of their CLIP or DINO embeddings
+"""Scores a video's temporal consistency, by the similarity of its frames' CLIP or DINO embeddings
 (VBench, Huang et al. 2024, arXiv:2311.17982, section 4.1)."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCALING = (
 
 
 class Consistency:
-    """Compares the embeddings of a video's frames, as ``inner`` makes them."""
+    """Compares the embeddings of a video's frames, computed by ``inner``."""
 
     name: ClassVar[str]
 

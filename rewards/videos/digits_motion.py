@@ -1,5 +1,5 @@
-"""Defines ``digits_motion``, which checks direction, amount and evenness of motion by where the ink
-is."""
+"""Defines ``digits_motion``, which checks direction, amount and evenness of motion by the ink's
+centroid."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WAYS = {
     "down": (0.0, 1.0),
     "still": (0.0, 0.0),
 }
-PAPER = 0.2  # brightness of any channel up to which a pixel is paper
-LEAST = 0.015  # ink, as a share of the picture, from which something is there; a thin 1 has 0.03
+PAPER = 0.2  # brightness of any channel up to which a pixel is background
+LEAST = 0.015  # minimum ink, as a share of the picture; a thin 1 has 0.03
 # distance of the ink from its centre, in shares of the shorter side
 COMPACT = 0.25
 SCATTERED = 0.35
-# mean distance from an even pace, as a share of the way: that of a jump in the middle
+# mean distance from an even pace, as a share of the path: that of a jump in the middle
 UNEVEN = 0.25
 
 
@@ -36,28 +36,27 @@ UNEVEN = 0.25
 )
 @REWARDS.register("digits_motion")
 class DigitsMotion:
-    """Check that the digit moves as asked: right way, right far, at an even pace, 0 to 1.
+    """Check that the digit moves as requested: direction, distance, even pace, 0 to 1.
 
-    Of every frame the centre c of the ink is taken: pixels weighted by how much brighter than the
-    paper they are. With n the way from the first centre to the last, in shares of the shorter side,
-    and d the direction asked for, the reward is the product of
+    For every frame, c is the centroid of the ink: pixels weighted by their brightness above the
+    background. With n the vector from the first centroid to the last, in shares of the shorter
+    side, and d the requested direction, the reward is the product of
 
-    * amount: ``1 - |n.d / travel - 1|``, cut off at 0: too far is as wrong as not far enough;
-    * heading: ``n.d / |n|``, cut off at 0;
-    * evenness: ``1 - e / (|n| / 4)``, cut off at 0, with e the mean distance of the centres from an
-      even pace on the straight line from the first to the last: a jump half-way, frames out of
-      order and a random walk have about 0;
-    * presence: in every frame there is ink, and it is one thing: 1 where its mean distance from the
-      centre (root mean square) is up to a quarter of the shorter side, 0 from 0.35 on. Blank and
-      noise have 0.
+    * amount: ``1 - |n.d / travel - 1|``, clipped at 0: too far is as wrong as not far enough;
+    * heading: ``n.d / |n|``, clipped at 0;
+    * evenness: ``1 - e / (|n| / 4)``, clipped at 0, with e the mean distance of the centroids from
+    an even pace on the straight line from the first to the last: a jump half-way, frames out of
+    order and a random walk have about 0;
+    * presence: every frame has ink in one blob: 1 if its root mean square distance from the
+    centroid is at most a quarter of the shorter side, 0 from 0.35 on. Blank frames and noise have
+    0.
 
-    Asked to stand still: ``1 - length of the centres' path / travel``, cut off at 0, times
-    presence. Which digit it is, and in which colour, is not looked at: that is ``digits`` of every
-    frame.
+    If requested to stand still: ``1 - length of the centroids' path / travel``, clipped at 0, times
+    presence. The digit and its colour are not checked: use ``digits`` on every frame.
 
     Args:
-        travel: the way a moving digit should go, in shares of the shorter side; that of the digits
-            world's clips.
+        travel: the distance a moving digit should go, in shares of the shorter side; default: that
+            of the digits world's clips.
     """
 
     def __init__(self, travel: Annotated[float, Gt(0)] = 0.25):
@@ -65,8 +64,8 @@ class DigitsMotion:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
-        """Score videos [B, F, 3, H, W] in 0..1, three frames or more -> [B] float32; NaN where a
-        pixel is not finite."""
+        """Score videos [B, F, 3, H, W] in 0..1, three frames or more -> [B] float32; NaN if a pixel
+        is not finite."""
         stack = moving(media, "digits_motion", 3).float()
         motions: list[Any] = [prompt.get("motion") for prompt in prompts]
         if unknown := [way for way in motions if way not in WAYS]:
@@ -85,8 +84,8 @@ class DigitsMotion:
 
 
 def located(stack: Tensor) -> tuple[Tensor, Tensor]:
-    """Return centres of the ink [B, F, 2] in shares of the shorter side, and how far every frame
-    shows one thing [B], 0..1."""
+    """Return centroids of the ink [B, F, 2] in shares of the shorter side, and the presence [B],
+    0..1."""
     height, width = stack.shape[-2:]
     # [B, F, H, W]
     ink = (stack.nan_to_num(0.0, 0.0, 0.0).amax(2) - PAPER).clamp(min=0) / (1 - PAPER)

@@ -1,4 +1,4 @@
-"""Measures how much moves in a video, and how evenly, by optical flow.
+"""Measures the amount and smoothness of motion in a video by optical flow.
 
 The flow is OpenCV's DIS (Kroeger et al. 2016, arXiv:1603.03590) on grey frames, on the CPU and
 without weights, or torchvision's RAFT (Teed and Deng 2020, arXiv:2003.12039) with a weights file.
@@ -28,12 +28,12 @@ from rewards.videos.consistency import moving
 
 Flow = Literal["dis", "raft_small", "raft_large"]
 SOURCE = "OpenCV's DIS, or torchvision's RAFT by a weights file"
-LEAST = 128  # pixels a side that RAFT's pyramid needs
+LEAST = 128  # minimum side in pixels for RAFT's pyramid
 SHARPEST = 0.05  # share of a frame whose motion VBench counts
 
 
 class MotionReward:
-    """Computes what the two rewards share: the flow between neighbouring frames.
+    """Computes the flow between neighbouring frames, for both rewards.
 
     Args:
         flow: ``dis``, or RAFT small or large.
@@ -76,7 +76,7 @@ class MotionAmount(MotionReward):
         flow: ``dis``, or RAFT small or large.
         weights: RAFT's file, as torchvision publishes it, or ``hub id/file``.
         of: ``mean`` of all pixels, or of the ``fastest`` 5 % as in VBench's dynamic degree.
-        most: what is above counts as this, so that flicker does not pay; None has no limit.
+        most: upper bound, so that flicker does not pay; None: no bound.
         batch_size: pairs of frames in one forward pass of RAFT.
         device: for RAFT; ``auto`` is CUDA if there is one.
     """
@@ -112,7 +112,7 @@ class MotionSmoothness(MotionReward):
     """Negate the mean change of the optical flow between pairs of frames, in shares of the shorter
     side.
 
-    0 for a still and for a steady pan, below for jerks and flicker. (VBench's motion smoothness
+    0 for a still and for a steady pan, negative for jerks and flicker. (VBench's motion smoothness
     instead compares dropped frames with those of an interpolation network.)
     """
 
@@ -140,7 +140,7 @@ class Dis:
         greys = [self.cv2.cvtColor(frame, self.cv2.COLOR_RGB2GRAY) for frame in video]
         flows = []
         for before, after in zip(greys, greys[1:], strict=False):
-            # keeps no last flow
+            # keeps no previous flow
             search = self.cv2.DISOpticalFlow_create(self.cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
             flows.append(torch.from_numpy(search.calc(before, after, None)).permute(2, 0, 1))
         return flows
@@ -159,8 +159,8 @@ def load_dis() -> Dis:
 
 
 class Raft:
-    """Runs torchvision's RAFT; frames are filled up to a multiple of 8 pixels, and its last
-    estimate is taken."""
+    """Runs torchvision's RAFT; frames are padded to a multiple of 8 pixels, and its last estimate
+    is used."""
 
     def __init__(self, kind: str, weights: str | None, batch_size: int, device: str):
         from torchvision.models import optical_flow

@@ -1,5 +1,5 @@
-"""Scores whether a video's sound and pictures belong together, by PE-AV (Vyas et al. 2025, "Pushing
-the Frontier of Audiovisual Perception with Large-Scale Multimodal Correspondence Learning")."""
+"""Scores the match of a video's sound and pictures, by PE-AV (Vyas et al. 2025, "Pushing the
+Frontier of Audiovisual Perception with Large-Scale Multimodal Correspondence Learning")."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ log = logging.getLogger(__name__)
 )
 @REWARDS.register("pe_av")
 class PeAv:
-    """Score a video with its sound by the cosine of two of PE-AV's embeddings.
+    """Score a video with its sound by the cosine of two PE-AV embeddings.
 
     Both are embedded in one pass, as transformers' PeAudioVideoModel does: frames by the model's
     video processor, which may leave some out (``num_frames`` or ``fps`` of its configuration), and
     the sound, channels averaged, at the model's rate, as a whole. The model compares them by the
-    product without norms, scaled and shifted, for a sigmoid; the cosine has the bounds of a reward.
+    product without norms, scaled and shifted, for a sigmoid; the cosine is bounded.
 
     Args:
         model: a PE-AV of transformers, hub id or folder, with its tokenizer, feature extractor and
             video processor.
         pair: what is compared: the sound with the pictures, either of them with the text, or both
-            together with it.
+            with the text.
         field: the field of a prompt that a pair with text reads.
         scale: a factor on the cosine.
         batch_size: videos in one forward pass.
@@ -89,7 +89,7 @@ class PeAv:
         if self.reads_text:
             self.tokenizer = load_processor("AutoTokenizer", model)
             self.beginning = of_transformers("pe_av", self.tokenizer, LONGEST)
-        self.names_frames = "video" in pair  # once, where frames are left out
+        self.names_frames = "video" in pair  # once, if frames are left out
         self.field = field
         self.scale = scale
         self.batch_size = batch_size
@@ -123,8 +123,8 @@ class PeAv:
         return (self.scale * cosines).masked_fill(broken, torch.nan)
 
     def cosines(self, pictures: Tensor, fps: float, waves: Tensor, texts: list[str]) -> Tensor:
-        """Compare videos [N, F, 3, H, W] in 0..1 of so many frames a second, waves [N, samples] at
-        the model's rate and N texts, or none -> [N] float32 on the CPU."""
+        """Compare videos [N, F, 3, H, W] in 0..1 at a frame rate, waves [N, samples] at the model's
+        rate and N texts, or none -> [N] float32 on the CPU."""
         known = self.network(**self.inputs(pictures, fps, waves, texts))
         left, right = (known[name].float() for name in EMBEDDINGS[self.pair])
         return torch.cosine_similarity(left, right, dim=-1).cpu()
@@ -132,7 +132,7 @@ class PeAv:
     def inputs(
         self, pictures: Tensor, fps: float, waves: Tensor, texts: list[str]
     ) -> dict[str, Tensor]:
-        """Make the model's inputs by its own processors."""
+        """Prepare the model's inputs by its processors."""
         count = pictures.shape[1]
         metadata = {"fps": fps, "total_num_frames": count, "duration": count / fps}
         pixels = self.videos(

@@ -1,5 +1,4 @@
-"""Applies a reward of images to the frames of a video: mean, worst or best frame, all of them or
-some."""
+"""Applies an image reward to the frames of a video: mean, worst or best, of all or some frames."""
 
 from __future__ import annotations
 
@@ -33,16 +32,16 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 )
 @REWARDS.register("per_frame")
 class PerFrame:
-    """Apply a reward of images to the frames of a video one by one.
+    """Apply an image reward to each frame of a video.
 
     In a configuration: ``per_frame: {reward: {geneval: {form: strict}}, reduce: worst, frames:
     4}``.
 
     Args:
-        reward: the reward of images, with its options.
-        reduce: what becomes of the frames' values.
-        frames: so many, evenly from the first to the last (the first alone for 1); None takes all
-            of them.
+        reward: the image reward, with its options.
+        reduce: how the frames' values are combined.
+        frames: number of frames, evenly from the first to the last (only the first for 1); None:
+            all.
         steady: weight of max(0, 1 - mean absolute difference of neighbouring frames), the rest is
             the reward's.
 
@@ -87,7 +86,7 @@ class PerFrame:
 
 
 def evenly(count: int, limit: int) -> Tensor:
-    """Return places of at most ``limit`` of ``count`` frames, from the first to the last."""
+    """Return the indices of at most ``limit`` of ``count`` frames, from the first to the last."""
     return torch.linspace(0, count - 1, min(count, limit)).round().long()
 
 

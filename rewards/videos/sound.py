@@ -1,4 +1,4 @@
-"""Reads the sound of videos for rewards that hear it: one channel, at the rate of a model."""
+"""Reads the sound of videos for rewards: mono, at a model's sampling rate."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mmrl.core.media.sound import sound_of
 
 
 def waves_of(media: Tensor, reward: str) -> tuple[Tensor, int, Tensor]:
-    """Average the channels of videos' sound: waves [B, samples] float64 on the CPU with 0 for what
-    is not finite, samples a second, and [B] bool whether there was such a number. UserError in the
-    name of ``reward`` where the videos have no sound."""
+    """Average the channels of videos' sound: waves [B, samples] float64 on the CPU with 0 for
+    non-finite values, samples a second, and [B] bool whether there was such a value. UserError,
+    naming ``reward``, if the videos have no sound."""
     sound, rate = sound_of(media, reward)
     waves = sound.detach().double().cpu().mean(1)
     return waves.nan_to_num(0.0, 0.0, 0.0), rate, ~waves.isfinite().all(1)

@@ -1,5 +1,5 @@
 """Scores by VideoAlign's VideoReward (Liu et al. 2025, arXiv:2501.13918): visual quality, motion
-quality and text alignment of a video by Qwen2-VL, each read at a token of its own."""
+quality and text alignment of a video by Qwen2-VL, each read at its own token."""
 
 from __future__ import annotations
 
@@ -40,20 +40,19 @@ SOURCE = "github.com/KwaiVGI/VideoAlign"
 class VideoAlign:
     """Score a video by VideoReward: visual quality, motion quality, text alignment or their sum.
 
-    An image counts as a video of two equal frames. Frames are taken at the rate that the
-    checkpoint's ``data_config`` asks for, evenly, an even number: ``fps`` says how fast the videos
-    play.
+    An image counts as a video of two equal frames. Frames are sampled evenly at the rate of the
+    checkpoint's ``data_config``, an even number: ``fps`` is the frame rate of the videos.
 
     Args:
         path: the checkpoint's folder: ``model_config.json`` and ``checkpoint-*/model.pth`` (or
             ``model.safetensors``).
         fps: frames a second of the videos to judge, the model's own: Wan 16, HunyuanVideo 24,
             CogVideoX 8.
-        base: the Qwen2-VL it grew from, for configuration, tokenizer and processor; None takes the
-            checkpoint's word.
+        base: the base Qwen2-VL, for configuration, tokenizer and processor; None: as named in the
+            checkpoint.
         instruction: the published prompt as a text file, with ``{text_prompt}`` and the tokens
             ``<|VQ_reward|>``, ``<|MQ_reward|>``, ``<|TA_reward|>``; it belongs to the weights and
-            is not shipped here.
+            is not part of mmrl.
         part: which score.
         normalize: as published, by mean and deviation; else the raw head.
         batch_size: videos in one forward pass.
@@ -80,7 +79,7 @@ class VideoAlign:
         base = base or config["model_config"]["model_name_or_path"]
         self.instruction = read_instruction(instruction, TOKENS, SOURCE, "video_align")
         self.tools, tokens = load_tools(base, TOKENS, exact=False)
-        # as published: the limit of a frame is the limit
+        # as published: the limit per frame applies
         self.tools.video_processor.cap_pixels_per_frame = False
         alpha = alpha_of(config.get("peft_lora_config", {}))
         self.network = load_network(read_tensors(file), base, tokens, dtype, device, alpha)
@@ -105,7 +104,7 @@ class VideoAlign:
         return torch.cat(scores).masked_fill(broken, torch.nan)
 
     def chosen(self, count: int) -> Tensor:
-        """Return which of ``count`` frames are looked at."""
+        """Return the indices of the frames used, of ``count``."""
         frames = self.data.get("num_frames") or count / self.fps * (self.data.get("fps") or 2.0)
         even = max(2, 2 * round(min(frames, count) / 2))
         return torch.linspace(0, count - 1, even).round().long()
@@ -139,7 +138,7 @@ class VideoAlign:
 
 
 def find(path: str) -> tuple[Path, dict[str, Any]]:
-    """Find the weights' file (of the last step, where there are several) and the configuration of a
+    """Find the weights file (of the last step if there are several) and the configuration of a
     checkpoint folder."""
     folder = Path(path).expanduser()
     config = folder / "model_config.json"
@@ -159,7 +158,7 @@ def find(path: str) -> tuple[Path, dict[str, Any]]:
 
 
 def alpha_of(lora: dict[str, Any]) -> float:
-    """Return what alpha / rank of the adapters starts from; rank-stabilised ones are divided by the
-    root of the rank."""
+    """Return the adapters' alpha, scaled for rank-stabilised ones, which divide by the root of the
+    rank."""
     alpha = float(lora.get("lora_alpha", 1.0))
     return alpha * lora["lora_r"] ** 0.5 if lora.get("use_rslora") else alpha

@@ -1,5 +1,5 @@
-"""Writes the table of docs/verifiable-rewards.md that shows what rewards read, out of the answers
-that the tests hold them to. `python scripts/dev/answers_table.py`"""
+"""Writes the table of docs/verifiable-rewards.md that shows what rewards accept, from the answers
+in the tests. `python scripts/dev/answers_table.py`"""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "rewards" / "answers.txt"
 PAGE = ROOT / "docs" / "verifiable-rewards.md"
 BEGIN, END = "<!-- answers -->", "<!-- /answers -->"
-UNSHOWN = "# The rest is not on the page"  # begins the line below which rows are for the tests only
+UNSHOWN = "# The rest is not on the page"  # marker below which rows are for the tests only
 SHOWN = 9  # answers of a cell
-LONGEST = 44  # characters of an answer that is shown
+LONGEST = 44  # maximum characters of a shown answer
 
 
 class Row(NamedTuple):
-    """Holds a line of the table: a text, the reward and prompt it is for, and its score."""
+    """Holds a line of the table: a text, its reward and prompt, and its score."""
 
     reward: str
     prompt: str  # JSON
@@ -27,8 +27,8 @@ class Row(NamedTuple):
 
 
 def rows(path: Path = TABLE, shown: bool = False) -> Iterator[Row]:
-    """Yield reward, prompt, score and text of every line of the table, or of those that the page
-    may show."""
+    """Yield reward, prompt, score and text of every line of the table, or only of those for the
+    page."""
     reward = prompt = ""
     for line in path.read_text(encoding="utf-8").split("\n"):
         if shown and line.startswith(UNSHOWN):
@@ -41,13 +41,13 @@ def rows(path: Path = TABLE, shown: bool = False) -> Iterator[Row]:
 
 
 def table() -> str:
-    """Return the table: of every reward and prompt answers that are read as right, and others."""
+    """Return the table: for every reward and prompt, answers that are accepted, and others."""
     lines = ["| reward | right is | read as right | not right |", "|---|---|---|---|"]
     every = list(rows(shown=True))
     for reward, prompt in dict.fromkeys((row.reward, row.prompt) for row in every):
         mine = [row for row in every if (row.reward, row.prompt) == (reward, prompt)]
         cells = [shown(row.text for row in mine if (row.score == 1) == right) for right in (1, 0)]
-        if not any(cells):  # all of several lines
+        if not any(cells):  # all have several lines
             continue
         fields = json.loads(prompt)
         right = ", ".join(f"{key} {code(json.dumps(fields[key]))}" for key in fields)

@@ -3,7 +3,7 @@ offers: run this after changing one.
 
     python scripts/dev/api.py
 
-What stands before the reference is written by hand; tests/api/test_page.py runs its examples.
+The part before the reference is written by hand; tests/api/test_page.py runs its examples.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TITLE = "## Reference\n"
 
 
 def page() -> str:
-    """Return the whole page: what is written by hand, and the reference."""
+    """Return the whole page: the hand-written part and the reference."""
     by_hand = PAGE.read_text(encoding="utf-8").partition(TITLE)[0]
     return by_hand + TITLE + "\n" + "\n".join(entry(name) for name in NAMES)
 
@@ -59,7 +59,7 @@ def entry(name: str) -> str:
 
 
 def documented(name: str) -> Any:
-    """Return the function behind a callable package, and anything else as it is."""
+    """Return the function of a callable package, and anything else unchanged."""
     thing = getattr(mmrl, name)
     if inspect.ismodule(thing):
         from mmrl.core.callable_module import called_for
@@ -106,7 +106,7 @@ def short(annotation: Any) -> str:
 
 
 def code(line: str) -> str:
-    """Show a call as Python, an argument a line where it is long."""
+    """Format a call as Python, one argument per line if it is long."""
     if len(line) > 100:
         name, _, rest = line.partition("(")
         arguments, _, result = rest.rpartition(")")
@@ -117,7 +117,7 @@ def code(line: str) -> str:
 
 def text_of(thing: Any) -> str:
     """Return a docstring as Markdown: paragraphs, with reST's double backticks made single, and
-    each run of ``name: text`` sentences as it stands."""
+    each run of ``name: text`` sentences verbatim."""
     text = inspect.getdoc(thing) or ""
     return textwrap.dedent(text).replace("``", "`").strip() + "\n"
 

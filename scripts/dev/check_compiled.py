@@ -5,8 +5,8 @@
     python scripts/dev/check_compiled.py llava --backend aot_eager
 
 Samples, log-probs and gradients of tiny models with random weights; the inductor takes about a
-minute of processor for each on a CPU. In bfloat16 also how far both are from float64 passes of the
-same weights: a compiled pass that is further away than a plain one has a fault, not rounding.
+minute of CPU time for each. In bfloat16 also the distance of both from float64 passes of the same
+weights: a compiled pass that is further away than a plain one is wrong, not just rounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
-STOPS = tuple(range(0, 256, 8))  # so that answers end at several places
+STOPS = tuple(range(0, 256, 8))  # so that answers have several lengths
 
 
 def questions() -> list[dict]:
@@ -82,7 +82,7 @@ def tiny(family: str, dtype: str) -> Any:
 
 
 def scored(policy: Any, rollout: Any) -> tuple[Tensor, Tensor]:
-    """Return the log-probs [B, T] of what was written, and the gradient of their sum."""
+    """Return the log-probs [B, T] of the answers, and the gradient of their sum."""
     policy.net.zero_grad()
     point = next(iter(policy.path(rollout)))
     logprob = policy.dist(point).log_prob(point.target)
@@ -92,8 +92,9 @@ def scored(policy: Any, rollout: Any) -> tuple[Tensor, Tensor]:
 
 
 def from_float64(family: str, device: str, results: list[tuple[Any, Tensor, Tensor]]) -> str:
-    """Return lines about how far plain and compiled passes are from float64 ones of the same
-    rounded weights; ``results``: of plain and compiled passes, scored on what plain ones wrote."""
+    """Return lines about the distance of plain and compiled passes from float64 ones of the same
+    rounded weights; ``results``: of plain and compiled passes, scored on the plain ones' answers.
+    """
     exact = tiny(family, "bfloat16")
     exact.net.to(device, torch.float64)
     written = results[0][0]

@@ -3,10 +3,10 @@
     python scripts/dev/check_shards.py                         # all, into docs/results/shards.md
     python scripts/dev/check_shards.py --only vlm-llava modular-echo --out FOLDER
 
-Rows of the page that are not run again stay as they are, with the run that they come from.
-Tiny models of the real classes with random weights train for two iterations, on gloo: samples,
-rewards, log-probs, advantages, metrics and all weights. In float64; in float32 where a network
-mixes in numbers of its own type. The suite has some of them (tests/train/test_processes.py).
+Rows of the page that are not rerun are kept, with the run that they come from. Tiny models of the
+real classes with random weights train for two iterations, on gloo: samples, rewards, log-probs,
+advantages, metrics and all weights. In float64; in float32 if a network mixes in values of a fixed
+dtype. The suite has some of them (tests/train/test_processes.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CASE = re.compile(r"\| ((?:vlm|pipeline|modular)-\S+) \| (.*) \| (\d+) \|")
 
 
 class Row(NamedTuple):
-    """Holds what the page says of a case."""
+    """Holds the page's row of a case."""
 
     cells: str  # after its name
     run: str  # when, of which commit, where
@@ -59,7 +59,7 @@ def run(case: str, folder: Path, single: bool) -> dict[str, str]:
 
 
 def apart(case: str, folder: Path, kind: str) -> tuple[float, float]:
-    """Return how far two processes are from one at most, and the norm of the gradient."""
+    """Return the largest difference of two processes from one, and the norm of the gradient."""
     from safetensors.torch import load_file
 
     from tests.fixtures.process_worker import NUMBERS
@@ -73,15 +73,15 @@ def apart(case: str, folder: Path, kind: str) -> tuple[float, float]:
 
 
 def farthest(single: Any, double: Any) -> float:
-    """Return the largest difference of two tensors of one shape; what is nan in one only is
-    infinitely far."""
+    """Return the largest difference of two tensors of one shape; NaN in only one is infinitely
+    far."""
     difference = (single.double() - double.double()).abs()
     difference[single.isnan() & double.isnan()] = 0.0
     return float(difference.nan_to_num(float("inf")).max())
 
 
 def compare(case: str) -> dict[str, Any]:
-    """Compare one case, in float32 where float64 does not run or gives nan."""
+    """Compare one case, in float32 if float64 does not run or gives NaN."""
     for single in (False, True):
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
@@ -99,7 +99,7 @@ def compare(case: str) -> dict[str, Any]:
 
 
 def cells(result: dict[str, Any]) -> str:
-    """Write what a row says of a result."""
+    """Format a result for a row."""
     if "failed" in result:
         ((kind, why),) = result["failed"].items()
         return f"{result['type']} | failed as {kind}: {why.replace('|', '/')} | | "
@@ -108,7 +108,7 @@ def cells(result: dict[str, Any]) -> str:
 
 
 def described() -> str:
-    """Write when, of which commit and where this runs."""
+    """Format date, commit and machine of this run."""
     from mmrl.core.machine import machine
 
     about = machine()

@@ -1,10 +1,10 @@
-"""Writes docs/coverage.md from docs/coverage.yaml: which part of mmrl serves which paper, and
+"""Writes docs/coverage.md from docs/coverage.yaml: which part of mmrl implements which paper, and
 whether it works.
 
-    python scripts/dev/coverage.py  # also says what in the file does not exist
+    python scripts/dev/coverage.py  # also reports what in the file does not exist
 
-The list of papers lies outside of the repository, in ../shared/specs/papers.md; without it the page
-is left as it is, and only names, tests and files are checked.
+The list of papers is outside the repository, in ../shared/specs/papers.md; without it the page is
+not changed, and only names, tests and files are checked.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_map(path: Path = MAP) -> dict[str, Entry]:
 
 
 def papers(path: Path = PAPERS) -> list[Paper]:
-    """Read the rows P0 and P1 of the list, in order; its key is the last word of the second
+    """Read the rows P0 and P1 of the list, in order; the key is the last word of the second
     column."""
     rows = []
     section = ""
@@ -73,7 +73,7 @@ def papers(path: Path = PAPERS) -> list[Paper]:
 
 
 def problems(entries: Mapping[str, Entry]) -> list[str]:
-    """List what the map says that is not so."""
+    """List errors of the map."""
     load_built_in()
     return [f"{key}: {why}" for key, entry in entries.items() for why in _wrong(entry)]
 
@@ -106,14 +106,14 @@ def _absent(entry: Entry) -> Iterator[str]:
             if options := entry.get("options"):
                 check(load(file, options))
         except UserError as error:
-            # a file of the user's own, such as rewards that a first run records
+            # a user's file, such as rewards recorded by a first run
             if "no such file or folder" not in str(error):
                 yield str(error)
 
 
 def _unfounded(entry: Entry) -> Iterator[str]:
-    """What works has a name, a test and a configuration; what is missing has none; what is partial
-    says why."""
+    """Check that what works has a name, a test and a configuration, what is missing has none, and
+    what is partial gives a reason."""
     named = bool(entry.get("names")) and bool(entry.get("tests"))
     if entry.get("status") in ("WORKS", "partial") and not entry.get("configuration"):
         yield f"it is {entry['status']}, and has no configuration"
@@ -127,7 +127,7 @@ def _unfounded(entry: Entry) -> Iterator[str]:
 
 @cache
 def functions(file: str) -> frozenset[str]:
-    """Return the names of the functions of a file; none where there is no such file."""
+    """Return the names of the functions of a file; none if there is no such file."""
     path = ROOT / file
     if not path.is_file():
         return frozenset()
@@ -177,7 +177,7 @@ def _row(paper: Paper, entry: Entry) -> str:
 
 
 def _configured(entry: Entry) -> str:
-    """Write the configuration, and what is set on the command line beside it."""
+    """Write the configuration, and its command-line overrides."""
     if not entry.get("configuration"):
         return ""
     options = " ".join(f"`{option}`" for option in entry.get("options", ()))

@@ -1,12 +1,12 @@
-"""Checks and times all that mmrl does on a CUDA machine, in one go of at most --minutes.
+"""Checks and times mmrl on a CUDA machine, in at most --minutes.
 
     python scripts/dev/gpu_check.py [--out FOLDER] [--only PART ...] [--minutes 8]
 
-Parts, in the order of their importance: gap (log-probs re-scored in passes of other widths: are
-they exact here?), attention (the kernels of SDPA: milliseconds, the same bits with a gradient and
-whatever rows are beside, what a new length costs), answers (a vision-language model of 3B: sampling
-and iterations), world_of_one (an iteration under torch.distributed, as the one copy of DDP and the
-one shard of FSDP2, equal to one without), image (Stable Diffusion 3.5 medium of random weights with
+Parts, by importance: gap (log-probs re-scored in passes of other widths: are they exact here?),
+attention (the kernels of SDPA: milliseconds, the same bits with a gradient and whatever rows are
+beside, what a new length costs), answers (a vision-language model of 3B: sampling and iterations),
+world_of_one (an iteration under torch.distributed, as the one copy of DDP and the one shard of
+FSDP2, equal to one without), image (Stable Diffusion 3.5 medium of random weights with
 LoRA: iterations by mmrl and by a loop in the manner of flow_grpo's, memory, share of the measured
 matmul peak), mfu (the same beside what ``mmrl train --dry-run --devices`` predicts), quantized (the
 base in 8 and 4 bits), sampling (whole batches on every attention backend), sleep (what leaves the
@@ -15,17 +15,17 @@ marked gpu), backends (single passes on each), adamw_8bit, vllm, memory (with an
 checkpointing), compiled (blocks), video (Wan 2.1 1.3B, as image), tiny (bench_iteration in fp32 and
 bf16). Nothing is downloaded.
 
-Every part runs in a process that is ended when the part's seconds are over, and does not take the
-others with it. What would begin after the end is recorded as left out. Writes gpu.json and gpu.md
-after every part. Exit status: 0 all parts ran or were left out, or there is no CUDA device; 1 one
-failed. --small runs all but tests on any machine, with models that are small, to see that the parts
-themselves work; --here runs them in this process, without limits.
+Every part runs in a separate process that is killed after the part's time limit. Parts that would
+start after the end are recorded as left out. Writes gpu.json and gpu.md after every part. Exit
+status: 0 all parts ran or were left out, or there is no CUDA device; 1 one failed. --small runs all
+but tests on any machine, with small models, to test the parts themselves; --here runs them in this
+process, without limits.
 
 Beside torch, torchvision, transformers, accelerate, peft, safetensors, einops, timm, scikit-learn,
 rich, jinja2 and pytest the machine needs diffusers (with importlib_metadata), pydantic
 (pydantic_core, annotated_types, typing_inspection), open_clip_torch (ftfy, wcwidth), cachetools,
 rapidfuzz and text2num;
-bitsandbytes, vllm, xformers and flash-attn are looked at where they are installed.
+bitsandbytes, vllm, xformers and flash-attn are tested if installed.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from gpu_parts.supervision import Worker, recorded  # noqa: E402
 from mmrl.core.machine import machine  # noqa: E402
 
 SLOWER = 5  # a small model on a busy CPU than a large one on a GPU
-LEAST = 10  # seconds without which no part is begun
-BESIDES = ("part_seconds", "runs", "ratio")  # what a page shows in other ways
+LEAST = 10  # minimum seconds to start a part
+BESIDES = ("part_seconds", "runs", "ratio")  # keys that the page shows in other ways
 
 
 def all_of(names: list[str], setting: Setting, minutes: float, here: bool) -> Report:
-    """Run parts one after the other until the minutes are over; return what each reports."""
+    """Run parts one after another until the time is up; return the report of each."""
     end = time.monotonic() + 60 * minutes
     about = machine()
     parts: Report = {}
@@ -77,7 +77,7 @@ def all_of(names: list[str], setting: Setting, minutes: float, here: bool) -> Re
 
 
 def _part(name: str, setting: Setting, worker: Worker, left: float, here: bool) -> Report:
-    """Run a part, in this process or in the worker's; say so where there is no time for it."""
+    """Run a part, in this process or in the worker's; report if there is no time for it."""
     if here:
         return recorded(lambda: run(name, PARTS[name].seconds, setting))
     if left < LEAST:

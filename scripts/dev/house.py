@@ -1,10 +1,10 @@
-"""Measures the code against the second plan of the house and writes docs/results/house.md.
+"""Measures the code against its size and style goals and writes docs/results/house.md.
 
     python scripts/dev/house.py            # print the table
     python scripts/dev/house.py --write    # and write the page
 
-Counted are mmrl/, rewards/ and samplers/: a function is counted with its signature and docstring,
-and pairs of places that share a shape alone count as duplicates.
+Counts mmrl/, rewards/ and samplers/: functions with signature and docstring, and duplicates by
+syntactic shape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEARTS = ("objectives/policy_gradient.py", "train/trainer.py", "policies/base.py
 
 class Figure(NamedTuple):
     name: str
-    before: str  # commit 5a3a9258, which the plan was written against
+    before: str  # commit 5a3a9258, the baseline
     value: str
     goal: str
 
@@ -48,7 +48,7 @@ def lines(*folders: str) -> int:
 
 
 def members(file: str, name: str) -> int:
-    """Count the public members that a class declares itself."""
+    """Count the public members that a class itself declares."""
     found = next(n for n in TREES[ROOT / "mmrl" / file].body if getattr(n, "name", "") == name)
     assert isinstance(found, ast.ClassDef)
     names = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
@@ -59,7 +59,7 @@ def members(file: str, name: str) -> int:
 
 
 def depth(name: str, bases: dict[str, list[str]], seen: tuple[str, ...] = ()) -> int:
-    """Count the classes of mmrl from a class to its farthest base."""
+    """Count mmrl's classes from a class to its farthest base."""
     known = [base for base in bases[name] if base in bases and base not in (*seen, name)]
     return 1 + max((depth(base, bases, (*seen, name)) for base in known), default=0)
 

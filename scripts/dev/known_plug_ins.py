@@ -1,5 +1,5 @@
-"""Writes mmrl/config/known.json: every plug-in with its place and its options, by which mistakes in
-a configuration are found before anything heavy is imported (mmrl/config/known.py)."""
+"""Writes mmrl/config/known.json: every plug-in with its place and its options, to find mistakes in
+a configuration before heavy imports (mmrl/config/known.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Records = dict[str, dict[str, str]]
 
 
 def page() -> str:
-    """The file as it should be, a plug-in a line."""
+    """Return the file's content, one plug-in per line."""
     load_built_in()
     records: Records = {}
     kinds = {}
@@ -52,7 +52,7 @@ def place_of(entry: Any) -> str:
 
 
 def texts(entry: Any, records: Records) -> dict[str, str]:
-    """What a class or function takes: option -> type, and whether it has a default."""
+    """Return the options of a class or function: option -> type, and whether it has a default."""
     return {name: text(p, records) for name, p in options(entry).items()}
 
 
@@ -64,7 +64,7 @@ def text(parameter: inspect.Parameter, records: Records) -> str:
 
 
 def written(kind: Any, records: Records) -> str:
-    """A type as text that ``Known`` reads; ``Any`` for what it cannot."""
+    """Return a type as text for ``Known``; ``Any`` if it cannot express it."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return annotated(inner[0], inner[1:], records)
@@ -95,9 +95,9 @@ def annotated(base: Any, metadata: tuple[Any, ...], records: Records) -> str:
 
 
 def record(kind: type, records: Records) -> str:
-    """A dataclass among the options, whose own are listed once."""
+    """Record a dataclass among the options, whose own options are listed once."""
     if place_of(kind) not in records:
-        records[place_of(kind)] = {}  # it may hold itself
+        records[place_of(kind)] = {}  # it may be recursive
         records[place_of(kind)] = texts(kind, records)
     return f"record({place_of(kind)!r})"
 

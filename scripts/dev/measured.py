@@ -1,6 +1,6 @@
-"""Finds what the comparisons of docs/results say of a method, and draws it.
+"""Finds the results of a method in the comparisons of docs/results, and draws them.
 
-A comparison speaks of a method where the candidate's configuration names it and the baseline's does
+A comparison is about a method if the candidate's configuration names it and the baseline's does
 not. Used by ``scripts/dev/methods.py``.
 """
 
@@ -29,8 +29,8 @@ WIDTH, LABELS, ROW, MARGIN = 760, 300, 22, 34
 
 @dataclass(frozen=True)
 class Measured:
-    """Holds one comparison: who against whom, on which page, and the difference of held-out reward
-    with its 95 % interval. ``plain``, ``other``: both configurations, read."""
+    """Holds one comparison: baseline and candidate, its page, and the difference of held-out reward
+    with its 95 % interval. ``plain``, ``other``: both configurations, parsed."""
 
     page: str
     candidate: str
@@ -43,7 +43,7 @@ class Measured:
     other: Mapping[str, Any] = field(compare=False)
 
     def line(self) -> str:
-        """Say it in one line of Markdown, as a link to its page."""
+        """Return one line of Markdown, as a link to its page."""
         difference = ", ".join(f"{value:+.3f}" for value in (self.low, self.high))
         verdict = "shown" if self.shown else "not shown to differ"
         return (
@@ -54,7 +54,7 @@ class Measured:
 
 @cache
 def comparisons() -> tuple[Measured, ...]:
-    """Read every committed comparison's verdict on the reward that was trained on."""
+    """Read every committed comparison's verdict on the training reward."""
     return tuple(
         measured for path in sorted(RESULTS.glob("compare_*.json")) for measured in _of(path)
     )

@@ -3,9 +3,8 @@ a method or changing its docstring.
 
     python scripts/dev/methods.py
 
-What a page says of a method is its docstring, its options, for which models it is, the presets and
-shipped configurations that use it, one line of configuration, and what the committed comparisons
-found, with a figure of them all.
+For each method: its docstring, options, models, the presets and shipped configurations that use it,
+one line of configuration, and the results of committed comparisons, with a figure of all.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ ANY = "every kind of model"
 
 @dataclass(frozen=True)
 class Family:
-    """Describes one page. ``registry``: a name of ``ALL``; ``modules``: of the entries, by their
-    beginning, all where empty; ``line``: a configuration with {name} in it; ``key``: what names the
-    method in a configuration."""
+    """Describes one page. ``registry``: a name of ``ALL``; ``modules``: prefixes of the entries'
+    modules, empty: all; ``line``: a configuration with {name} in it; ``key``: the configuration key
+    of the method."""
 
     slug: str
     title: str
@@ -62,7 +61,7 @@ class Family:
 
     @property
     def choose(self) -> str:
-        """Say when to choose which of the page."""
+        """When to choose which method of the page."""
         return CHOOSE[self.slug]
 
     def holds(self, entry: Plugin) -> bool:
@@ -95,7 +94,7 @@ FAMILIES = (
     Family(
         "forward_process",
         "Forward-process objectives",
-        "Losses at states that are noised anew from finished samples: no log-probs of a path, any "
+        "Losses at states that are re-noised from finished samples: no log-probs of a path, any "
         "sampler.",
         "objectives",
         "objective",
@@ -168,7 +167,7 @@ FAMILIES = (
     Family(
         "timestep_samplers",
         "Timestep samplers",
-        "At which times forward-process objectives look at a finished sample.",
+        "At which times forward-process objectives evaluate a finished sample.",
         "timestep_samplers",
         "timestep_sampler",
         "objective: {{nft: {{timestep_sampler: {name}}}}}",
@@ -203,7 +202,7 @@ CHOOSE = {
     "sampling is what costs. On the tiny VLM, whose updates cost more, none "
     "beat plain prompts at equal seconds.",
     "mask_estimators": "`trajectory` scores the path that was sampled and costs a pass a step; "
-    "`mask_grpo` and `d1` hide finished samples anew and cost less; `sepo` "
+    "`mask_grpo` and `d1` remask finished samples and cost less; `sepo` "
     "for score entropy.",
     "sde_types": "`flow_sde` for flows as Flow-GRPO has them, `dance_sde` for DanceGRPO's "
     "constant noise, `cps` where noise must not show, `ode` for objectives of "
@@ -235,8 +234,8 @@ def pages() -> dict[str, str]:
 
 
 def compared(key: str, name: str) -> list[measured.Measured]:
-    """Return the comparisons that tell something of a method: of a configuration that names it with
-    one that does not, of the same objective unless that is what the method is."""
+    """Return the comparisons about a method: of a configuration that names it with one that does
+    not, of the same objective unless the method is one."""
     return [
         row
         for row in measured.comparisons()
@@ -246,7 +245,7 @@ def compared(key: str, name: str) -> list[measured.Measured]:
 
 
 def entries(family: Family) -> dict[str, Plugin]:
-    """Return the methods of a family; an objective is on the first page that holds it."""
+    """Return the methods of a family; an objective is on the first page that matches."""
     earlier = FAMILIES[: FAMILIES.index(family)]
     return {
         name: entry
@@ -283,7 +282,7 @@ def page(family: Family) -> str:
 
 
 def decisions_of(entry: object) -> str:
-    """Return of which kind the decisions must be that a method trains; "": any."""
+    """Return the kind of decisions that a method needs; "": any."""
     requires = getattr(entry, "requires", None)
     return "" if requires is None else str(requires.decisions)
 
@@ -334,7 +333,7 @@ def _text(entry: Plugin) -> str:
 
 
 def _escaped(line: str) -> str:
-    """Escape what Markdown would read as emphasis, outside code."""
+    """Escape Markdown emphasis, outside code."""
     if line.startswith("    "):
         return line
     parts = line.split("`")
@@ -355,7 +354,7 @@ def _default(option: inspect.Parameter) -> str:
     if names:
         return f"`{names[0]}`"
     if callable(value) or repr(value) == "<factory>":
-        return "made anew"
+        return "built on demand"
     return f"`{show(value)}`".replace("|", r"\|")
 
 
@@ -370,7 +369,7 @@ def shipped_configs() -> dict[str, Any]:
 
 
 def _values(plain: Any, key: str) -> Iterator[Any]:
-    """Find what a key has anywhere in a configuration."""
+    """Find the values of a key anywhere in a configuration."""
     if isinstance(plain, Mapping):
         for name, value in plain.items():
             if name == key:
@@ -393,7 +392,7 @@ def _named(plain: Any, key: str) -> set[str]:
 
 
 def example(family: Family, name: str) -> dict[str, Any]:
-    """Return the line of configuration of a method, read."""
+    """Return the line of configuration of a method, parsed."""
     plain: dict[str, Any] = yaml.safe_load(family.line.format(name=name))
     return plain
 

@@ -1,20 +1,20 @@
-"""Tests the core by mutation: finds the small changes of the code that no test notices.
+"""Mutation testing of the core: finds small changes of the code that no test notices.
 
     python scripts/dev/mutate.py trace                 # once: which test runs which line, how long
     python scripts/dev/mutate.py run --share 0.2       # a fifth of the mutants, then the page
     python scripts/dev/mutate.py run --files mmrl/core/distributions.py --rerun survived
     python scripts/dev/mutate.py run --changed main    # mutants of lines that a revision lacks
-    python scripts/dev/mutate.py trace tests/core/test_distributions.py   # only these files anew
+    python scripts/dev/mutate.py trace tests/core/test_distributions.py   # retrace only these files
     python scripts/dev/mutate.py list --files mmrl/core/distributions.py  # the mutants, untested
-    python scripts/dev/mutate.py page                  # only write docs/results/mutation.md anew
+    python scripts/dev/mutate.py page                  # only rewrite docs/results/mutation.md
 
-One process imports everything and collects the tests. Every mutant is a fork of it, in which the
-changed code takes the place of the old one, and which runs the tests that execute the line: those
-that killed its neighbours first, then short ones, other cases of one function later, until one
-fails. A test that takes five times as long as it should has failed too. Tests that start other
-processes do not see a mutant there. Results are kept in the cache (``mutation/``), so that a run
-goes on where it was stopped; a mutant is tested again when its function has changed. Mutants that
-no test can notice stand in ``scripts/dev/equivalent_mutants.yaml``, each with the reason.
+One process imports everything and collects the tests. Every mutant is a fork of it with the changed
+code, which runs the tests that execute the line: first those that killed its neighbours, then short
+ones, other cases of one function later, until one fails. A test that takes five times its normal
+time has also failed. Tests that start other processes do not see a mutant there. Results are kept
+in the cache (``mutation/``), so that a stopped run continues; a mutant is tested again when its
+function has changed. Equivalent mutants are listed in ``scripts/dev/equivalent_mutants.yaml``, each
+with the reason.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def core_files() -> list[str]:
 
 
 def pytest_main(names: Iterable[str], plugin: object) -> int:
-    """Run tests in this process, with a plugin of ours."""
-    phases = (Phase.explicit, Phase.generate)  # no search for the smallest example
+    """Run tests in this process, with a plugin."""
+    phases = (Phase.explicit, Phase.generate)  # no shrinking
     hypothesis_settings.register_profile(
         "mutate", phases=phases, derandomize=True, deadline=None, database=None
     )
@@ -112,8 +112,8 @@ def pytest_main(names: Iterable[str], plugin: object) -> int:
 
 
 class Tracer:
-    """Writes down, as a pytest plugin, the lines of the core that each test executes, its fixtures
-    included."""
+    """A pytest plugin that records the lines of the core that each test executes, including
+    fixtures."""
 
     def __init__(self, files: list[str]):
         self.paths = {str(ROOT / file): file for file in files}
@@ -212,7 +212,7 @@ def trace(names: list[str]) -> None:
 
 
 def layout(file: str) -> str:
-    """Hash which statement stands on which line."""
+    """Hash which statement is on which line."""
     places = [
         (type(node).__name__, node.lineno)
         for node in ast.walk(ast.parse((ROOT / file).read_text()))
@@ -225,7 +225,7 @@ def layout(file: str) -> str:
 
 
 class Results:
-    """Stores one line of JSON for every mutant that was tested; the last one counts."""
+    """Stores one line of JSON for every tested mutant; the last one counts."""
 
     def __init__(self) -> None:
         self.path = store() / "results.jsonl"
@@ -244,13 +244,13 @@ class Results:
 
 
 def equivalents() -> dict[str, str]:
-    """Read the mutants that no test can notice, each with its reason."""
+    """Read the equivalent mutants, each with its reason."""
     return yaml.safe_load(EQUIVALENT.read_text()) or {} if EQUIVALENT.exists() else {}
 
 
 def in_sample(mutant: mutations.Mutant, share: float, seed: int) -> bool:
-    """Tell by a hash of its name whether a mutant is in: a larger share contains a smaller one,
-    whatever else changes."""
+    """Tell by a hash of its name whether a mutant is in the sample: a larger share contains a
+    smaller one."""
     digest = hashlib.sha256(f"{seed}:{mutant.name}".encode()).digest()
     return int.from_bytes(digest[:8]) / 2**64 < share
 
@@ -266,7 +266,7 @@ def changed_lines(revision: str, file: str) -> set[int]:
 
 
 def chosen_mutants(args: argparse.Namespace) -> Iterator[tuple[int, mutations.Mutant]]:
-    """Yield index in the file and mutant, of the requested files, lines and share."""
+    """Yield index in the file and mutant, for the requested files, lines and share."""
     for file in core_files():
         if args.files and not any(file.startswith(prefix) for prefix in args.files):
             continue
@@ -279,7 +279,7 @@ def chosen_mutants(args: argparse.Namespace) -> Iterator[tuple[int, mutations.Mu
 
 
 class Runner:
-    """Replaces pytest's loop, as a plugin: the session tests mutants in forks of itself."""
+    """A plugin that replaces pytest's loop: the session tests mutants in forks of itself."""
 
     def __init__(self, args: argparse.Namespace, known: dict[str, Any]):
         self.args = args
@@ -353,8 +353,8 @@ class Runner:
         return outcome | ({"unrun": left} if status == "survived" and left else {})
 
     def tests_of(self, mutant: mutations.Mutant) -> tuple[list[str], int]:
-        """Return the tests that execute the statement, in the order in which they run, and how many
-        the budget leaves out."""
+        """Return the tests that execute the statement, in running order, and how many the budget
+        excludes."""
         first, last = mutant.lines
         if mutant.where in ("class", "module"):
             inside = mutant.owner[-1] if mutant.owner else None
@@ -407,7 +407,7 @@ class Runner:
                 mutations.place(mutant.file, index, self.alive[mutant.file])
         except mutations.Unplaceable:
             os._exit(3)
-        except Exception:  # the changed constant cannot even be computed
+        except Exception:  # the changed constant cannot be computed
             os._exit(1)
         try:
             for name, following in zip(names, [*names[1:], None]):
@@ -451,7 +451,7 @@ class Runner:
 
 
 def turns(tests: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """Return the place of each test among those of its function, short ones first, so that kinds
+    """Return the rank of each test among those of its function, short ones first, so that functions
     come before cases."""
     cases: dict[str, list[str]] = defaultdict(list)
     for name in sorted(tests, key=lambda name: tests[name]["seconds"]):
@@ -460,7 +460,7 @@ def turns(tests: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def end_group(pid: int) -> None:
-    """End what a child of ours has started and left behind."""
+    """Kill what a child process has left running."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -483,7 +483,7 @@ def run(args: argparse.Namespace) -> None:
     for name in known["modules"]:
         try:
             importlib.import_module(name)
-        except Exception:  # another package's module that only loads in its own circumstances
+        except Exception:  # another package's module that loads only conditionally
             continue
     files = sorted({name.partition("::")[0] for name in known["tests"]})
     pytest_main([file for file in files if (ROOT / file).exists()], Runner(args, known))
@@ -493,7 +493,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def page() -> None:
-    """Write docs/results/mutation.md: what was tested, file by file, and what no test noticed."""
+    """Write docs/results/mutation.md: results by file, and surviving mutants."""
     results = Results()
     skipped = equivalents()
     rows = []

@@ -1,8 +1,8 @@
-"""Makes small changes of source code (mutants) and puts one into modules that are imported already.
+"""Creates small changes of source code (mutants) and applies one to already imported modules.
 
 A mutant is one change in the syntax tree of one file: another comparison or operator, another
-constant, a condition negated, a statement or a keyword argument left out, ``min`` for ``max``.
-Docstrings, annotations, decorators, messages and what stands behind ``raise`` are left alone.
+constant, a negated condition, a removed statement or keyword argument, ``min`` for ``max``.
+Docstrings, annotations, decorators, messages and ``raise`` expressions are not changed.
 """
 
 from __future__ import annotations
@@ -81,43 +81,43 @@ UNWRAPPED = {
     "sqrt",
     "square",
 }
-# one CPU cannot tell, or a check of ours that never fails
+# not observable on one CPU, or a check that never fails
 KEPT_KEYWORDS = {"device", "strict", "stable"}
 MESSAGES = {"warn", "warning", "info", "debug", "print", "UserError", "ValueError", "TypeError"}
 
 
 @dataclass
 class Mutant:
-    """Describes one change. ``edit`` makes it in the tree that the mutant was found in."""
+    """Describes one change. ``edit`` applies it to the tree that the mutant was found in."""
 
     file: str  # below the root
     scope: str  # qualified name of the function or class, "" for the module
     where: str  # "body", "default", "class" or "module"
-    lines: tuple[int, int]  # of the statement: whoever executes one of them may notice
+    lines: tuple[int, int]  # lines of the statement: tests that execute one of them may notice
     line: int
     before: str
     after: str
-    number: int  # among equal changes of one scope
+    number: int  # index among equal changes of one scope
     edit: Callable[[], None] = field(repr=False)
     owner: tuple[ast.AST, ...] = field(repr=False)  # enclosing definitions, outermost first
     statement: ast.stmt = field(repr=False)
 
     @property
     def name(self) -> str:
-        """Name the change, the same when lines move."""
+        """Name the change, independent of line numbers."""
         return (
             f"{self.file}::{self.scope}::{self.before} => {self.after}"
         ) + f" #{self.number}" * (self.number > 0)
 
     @property
     def source(self) -> str:
-        """Hash the enclosing definition as it was before the change."""
+        """Hash the enclosing definition before the change."""
         shown = ast.dump(self.owner[-1] if self.owner else self.statement)
         return hashlib.sha256(shown.encode()).hexdigest()[:12]
 
 
 def mutants(file: str) -> list[Mutant]:
-    """List every mutant of a file, in the order of the text."""
+    """List every mutant of a file, in source order."""
     return _Finder(file, ast.parse((ROOT / file).read_text())).all()
 
 
@@ -229,7 +229,7 @@ class _Finder:
         self.where = where
 
     def _removal(self, body: list, index: int, statement: ast.stmt, bound: set[str]) -> None:
-        """Leave a statement out, where that does not merely leave a name undefined."""
+        """Remove a statement, unless that merely leaves a name undefined."""
         targets = getattr(statement, "targets", [])
         again = any(
             isinstance(t, ast.Attribute | ast.Subscript) or _names(t) & bound for t in targets
@@ -314,13 +314,13 @@ class _Finder:
                 f"{_called(call)}(...)",
                 edit,
             )
-            # the other value is mostly the default
+            # the other value is usually the default
             if not isinstance(getattr(keyword.value, "value", None), bool):
                 self._child(keyword, "value", None, keyword.value)
 
 
 def variants(node: ast.expr) -> Iterator[ast.expr]:
-    """Return what an expression may become."""
+    """Return the mutations of an expression."""
     if isinstance(node, ast.Compare):
         for index, operator in enumerate(node.ops):
             for replacement in COMPARISONS[type(operator)]:
@@ -436,12 +436,11 @@ def _names(target: ast.AST) -> set[str]:
 
 
 class Unplaceable(Exception):
-    """Signals a change that a running process cannot take."""
+    """Signals a change that cannot be applied to a running process."""
 
 
 def functions(files: list[str]) -> dict[str, list[types.FunctionType]]:
-    """Return all functions of these files that live in this process, closures and wrapped ones
-    too."""
+    """Return all functions of these files in this process, including closures and wrapped ones."""
     paths = {str(ROOT / file): file for file in files}
     alive: dict[str, list[types.FunctionType]] = defaultdict(list)
     for thing in gc.get_objects():
@@ -451,7 +450,7 @@ def functions(files: list[str]) -> dict[str, list[types.FunctionType]]:
 
 
 def place(file: str, index: int, alive: list[types.FunctionType]) -> None:
-    """Make a change in this process. Raises Unplaceable."""
+    """Apply a change in this process. Raises Unplaceable."""
     tree, mutant = mutated(file, index)
     path = str(ROOT / file)
     if mutant.where == "body":
@@ -463,7 +462,7 @@ def place(file: str, index: int, alive: list[types.FunctionType]) -> None:
 
 
 def _codes(code: types.CodeType) -> dict[tuple[str, int], list[types.CodeType]]:
-    """Return the code of all functions below, by name and first line."""
+    """Return the code objects of all nested functions, by name and first line."""
     listed: dict[tuple[str, int], list[types.CodeType]] = defaultdict(list)
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
@@ -523,8 +522,8 @@ def _place_default(mutant: Mutant, alive: list[types.FunctionType]) -> None:
 
 
 def _value_differs(node: ast.expr, old: Any) -> bool:
-    """Tell whether a default is a plain number or text other than the old one; names and calls stay
-    what they are."""
+    """Tell whether a default is a plain number or text other than the old one; names and calls are
+    not changed."""
     try:
         return ast.literal_eval(node) != old
     except ValueError:
@@ -537,7 +536,7 @@ def _value(node: ast.expr, space: dict[str, Any]) -> Any:
 
 
 def _place_value(path: str, mutant: Mutant) -> None:
-    """Place a constant of a module, or an attribute of a class."""
+    """Set a constant of a module, or an attribute of a class."""
     module = next(
         (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == path), None
     )

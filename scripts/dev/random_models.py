@@ -1,5 +1,5 @@
-"""Builds models of published sizes with random weights, random texts and a small decoder, to time a
-GPU."""
+"""Builds models of published sizes with random weights, random texts and a small decoder, for GPU
+timing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from samplers.schedules import flow_match_euler, shifted
 
 @dataclass(frozen=True)
 class Scale:
-    """Holds the sizes of the two models: those published, or small ones to see that everything
-    runs."""
+    """Holds the sizes of the two models: published, or small ones for testing."""
 
     sd3_layers: int = 24
     sd3_heads: int = 24
@@ -46,7 +45,7 @@ def device() -> str:
 
 
 class Random:
-    """Replaces a family's text encoders by normal numbers that depend on the text."""
+    """Replaces a family's text encoders by normal random numbers seeded by the text."""
 
     sizes: dict[str, tuple[int, ...]]
 

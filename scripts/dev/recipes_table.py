@@ -1,5 +1,5 @@
-"""Renews the table of recipes in docs/recipes.md from configs/benchmarks/recipes.toml: what is
-published of each, and how it is evaluated."""
+"""Updates the table of recipes in docs/recipes.md from configs/benchmarks/recipes.toml: published
+settings, and evaluation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ END = "<!-- end of recipes -->"
 
 
 def recipes() -> dict[str, dict[str, str]]:
-    """Read configs/benchmarks/recipes.toml: what is published of every configuration beside it.
+    """Read configs/benchmarks/recipes.toml: the published settings of every configuration next to
+    it.
 
     Raises:
         UserError: a field that is missing or unknown, a recipe without a configuration, or a
@@ -49,7 +50,7 @@ def recipes() -> dict[str, dict[str, str]]:
 
 
 def markdown(table: Mapping[str, Mapping[str, str]]) -> str:
-    """Write the recipes as two Markdown tables: what is published, and how each is evaluated."""
+    """Write the recipes as two Markdown tables: published settings, and evaluation."""
     head = ("recipe", "model", "settings", "cards", "hours", "before", "after", "level")
     lines = [row(head), row(["---"] * len(head))]
     for name, fields in table.items():
@@ -69,7 +70,7 @@ def row(cells: tuple[str, ...] | list[str]) -> str:
 
 
 def renewed(page: str) -> str:
-    """Return the text of a page with the tables between its two marks renewed."""
+    """Return the text of a page with the tables between its two marks updated."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -78,7 +79,7 @@ def renewed(page: str) -> str:
 
 
 def write(page: Path) -> None:
-    """Renew the tables of a page."""
+    """Update the tables of a page."""
     page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -1,15 +1,14 @@
 """Rehearses every configuration of configs/ at true size on named cards, without weights, network
-or card, and writes a table of what each would take.
+or card, and writes a table of costs.
 
     python scripts/dev/rehearse.py [--devices 8xH100] [--only sd3 vlm/counting ...] [--out STEM]
         [--seconds N] [--pipelines]
 
-Writes STEM.json and STEM.md (docs/results/rehearsal). What is already in STEM.json from the same
-devices is taken from there, so an interrupted run goes on; --again forgets what is rehearsed anew.
---pipelines rehearses published models that ``policy: pipeline`` replays in place of configurations
-(docs/results/rehearsal_pipelines), each at its usual size.
-Configurations whose prompts do not divide
-among the cards take the next number that does, and the table says so.
+Writes STEM.json and STEM.md (docs/results/rehearsal). Results in STEM.json from the same devices
+are reused, so an interrupted run continues; --again discards those to be rehearsed. --pipelines
+rehearses published models that ``policy: pipeline`` replays instead of configurations
+(docs/results/rehearsal_pipelines), each at its usual size. Configurations whose prompts do not
+divide among the cards take the next number that does, as noted in the table.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from mmrl.core.registry import load_built_in  # noqa: E402
 GIB = 2**30
 CONFIGS = ROOT / "configs"
 RESULTS = ROOT / "docs/results"
-PIPELINE = CONFIGS / "digits/pipeline.yaml"  # its groups, steps and objective, for all of them
+PIPELINE = CONFIGS / "digits/pipeline.yaml"  # groups, steps and objective, for all of them
 ADAPTED = (
     *("policy.pipeline.dtype=bfloat16", "policy.pipeline.lora=32", "train.precision=bf16"),
     *("train.micro_batch_size=1", "train.gradient_checkpointing=true"),
@@ -127,8 +126,8 @@ def name_of(path: Path) -> str:
 
 
 def sizes(path: Path, count: int) -> list[str]:
-    """Return overrides by which a configuration can be shared by ``count`` processes; none where
-    it can be as it stands."""
+    """Return overrides by which a configuration divides among ``count`` processes; none if it
+    already does."""
     from mmrl.config.options import TrainOptions
     from mmrl.experiment.build import read
 
@@ -248,7 +247,7 @@ def _line(name: str, row: dict[str, Any], replayed: bool) -> str:
 
 
 def _of_pipelines() -> list[str]:
-    """Say what of these rows is the same."""
+    """Describe what is common to these rows."""
     return [
         "Published models that `policy: pipeline` replays, each at its usual size, with the "
         "groups, steps and objective of `configs/digits/pipeline.yaml` shared by all cards (16 "
@@ -266,7 +265,7 @@ def _all(replayed: bool) -> list[str]:
 
 
 def _missing(rows: dict[str, Any], replayed: bool) -> list[str]:
-    """Say which configurations nobody has rehearsed yet."""
+    """List configurations that have not been rehearsed yet."""
     names = [name for name in _all(replayed) if name not in rows]
     return [f"Not tried yet: {', '.join(names)}.", ""] if names else []
 

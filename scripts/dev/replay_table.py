@@ -2,9 +2,9 @@
 
     python scripts/dev/replay_table.py [--check | --try]
 
-The data are those of the test (tests/fixtures/replay_cases.py), which states for each of them on a
-tiny form with random weights that it works, or the words with which it is refused. The suite tries
-most; ``--try`` tries the others, by the same test.
+The data are those of the test (tests/fixtures/replay_cases.py), which states for each, as a tiny
+model with random weights, that it works, or the message of its refusal. The suite tries most;
+``--try`` tries the others, by the same test.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ def table() -> str:
 
 
 def written(page: str) -> str:
-    """Put the table in its place in the page."""
+    """Insert the table into the page."""
     before, _, rest = page.partition(BEGIN)
     return before + table() + rest.partition(END)[2]
 
 
 def try_others() -> None:
-    """Run the tests on the pipelines that the suite leaves out: what training makes of them, and
-    what a dry run does, which tries them all."""
+    """Run the tests of training and dry run on the pipelines that the suite leaves out."""
     from mmrl.apps.dry_run import replays
     from tests.dry_run import test_replays
     from tests.policies.diffusion import test_any_pipeline as test

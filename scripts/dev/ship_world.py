@@ -1,11 +1,11 @@
-"""Builds what quickstart needs of the digits world and puts it into the package,
+"""Builds the artifacts of the digits world for quickstart and puts them into the package,
 ``mmrl/worlds/shipped``.
 
     python scripts/dev/ship_world.py
 
-Run it after a change of ``mmrl/worlds/recipes.py`` that concerns quickstart (a test asks for it),
-and commit what it writes. What the cache has under the present recipe is copied, anything else is
-built: minutes of a processor's time.
+Run it after a change of ``mmrl/worlds/recipes.py`` that affects quickstart (a test requires it),
+and commit the result. Artifacts cached under the current recipe are copied, others are built, which
+takes minutes of CPU time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from mmrl.worlds import cache
 
 
 def ship(name: str, target: Path) -> Path:
-    """Replace the shipped folder of this artifact by the cached one, built now if it is not
-    there."""
+    """Replace the shipped folder of this artifact by the cached one, building it if necessary."""
     built = ARTIFACTS.find(name)()
     folder = target / name
     shutil.rmtree(folder, ignore_errors=True)
-    # not the modes, which are private
+    # not the file modes, which are private
     shutil.copytree(built, folder, copy_function=shutil.copyfile)
     return folder
 
@@ -33,7 +32,9 @@ def main() -> None:
     """Ship everything that quickstart names."""
     load_built_in()
     target = cache.SHIPPED
-    cache.SHIPPED = Path("/nonexistent")  # what is shipped now must not stand in for what is built
+    cache.SHIPPED = Path(
+        "/nonexistent"
+    )  # the currently shipped artifacts must not replace built ones
     for name in QUICKSTART:
         folder = ship(name, target)
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,8 +1,8 @@
-"""What mkdocs does for the site besides rendering: completes the navigation, and shows files of the
-repository that pages link to.
+"""Hooks of mkdocs: completes the navigation, and adds pages for repository files that pages link
+to.
 
-A page may link to ``../configs/digits/rebel.yaml``, which lies outside docs/; the site has a page
-of that file, so that the link works in the repository and on the site.
+A page may link to ``../configs/digits/rebel.yaml``, outside docs/; the site gets a page of that
+file, so that the link works in the repository and on the site.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\((?P<target>(?:\.\./)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash"}
-MORE = "Guides"  # where pages go that the navigation does not name
+MORE = "Guides"  # section of pages that are not in the navigation
 
 
 def on_config(config: Any) -> Any:
-    """Write out ``folder/*`` of the navigation, and add the pages that it does not name."""
+    """Expand ``folder/*`` in the navigation, and add the missing pages."""
     docs = Path(config["docs_dir"])
     pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
     named = {page for page in _leaves(config["nav"]) if not page.endswith("/*")}
@@ -48,7 +48,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links out of docs/ to the pages of their files."""
+    """Redirect links out of docs/ to the pages of their files."""
 
     def led(match: re.Match[str]) -> str:
         name = outside(page.file.src_uri, match["target"])

@@ -1,11 +1,11 @@
-"""Tries every class of AutoModelForImageTextToText as a tiny model with random weights: whether its
-log-probs, sampled and scored, are those of its own unpadded pass, or why it is refused.
+"""Tests every class of AutoModelForImageTextToText as a tiny model with random weights: whether its
+log-probs, sampled and scored, equal those of its own unpadded pass, or why it is refused.
 
     python scripts/dev/vlm_classes.py [MODEL_TYPE ...]
 
-Families that docs/vlm.md lists are asked with a picture, by their own processors. Others with texts
-alone, by a processor of LLaVA's kind: what a class does with pictures needs its own processor and
-is compared when a run begins. Configurations are cut by ``tests/fixtures/tiny_configs.py``.
+Families listed in docs/vlm.md are tested with a picture, by their own processors. Others with text
+only, by a LLaVA processor: pictures need the class's own processor and are compared when a run
+begins. Configurations are shrunk by ``tests/fixtures/tiny_configs.py``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tests.fixtures import tiny_vlms_2026 as later  # noqa: E402
 
 SECONDS = 90  # of a class
 LENGTH = 260  # of a reason
-LARGEST = 30_000_000  # parameters of a class whose sizes could be cut
-# of sparse attention, for a second look with prompts beyond them
+LARGEST = 30_000_000  # maximum parameters of a class whose sizes could be shrunk
+# thresholds of sparse attention, for a second test with longer prompts
 THRESHOLDS = {
     "index_topk": 48,
     "indexer_budget": 48,
@@ -49,7 +49,7 @@ ALL_SHOWN = [{**prompt, "images": [PICTURE]} for prompt in ASKED]  # of families
 
 
 def apart(vlm: VLM, asked: list[dict[str, Any]]) -> float:
-    """Return the largest distance to the model's own log-probs, in nats."""
+    """Return the largest distance from the model's own log-probs, in nats."""
     with torch.no_grad():
         rollout = vlm.rollout(asked, [2, 1, 1], Rng.of("classes"))
         (point,) = vlm.path(rollout)
@@ -66,7 +66,7 @@ def apart(vlm: VLM, asked: list[dict[str, Any]]) -> float:
 
 
 def loaded(folder: str) -> VLM:
-    """Load a class with attention sdpa, or eager where it has no other."""
+    """Load a class with attention sdpa, or eager if it has no other."""
     try:
         return VLM(folder, max_new_tokens=4)
     except UserError as error:
@@ -76,7 +76,7 @@ def loaded(folder: str) -> VLM:
 
 
 def beyond(kind: type, config: type, vlm: VLM) -> str:
-    """Say what comes of prompts beyond the thresholds of a class that has some."""
+    """Test prompts beyond the thresholds of a class, if it has any."""
     low = {name: size for name, size in THRESHOLDS.items() if hasattr(vlm.net.text_config, name)}
     if vlm.limits.columns is None or not low or listed(config.model_type):
         return ""
@@ -91,13 +91,13 @@ def beyond(kind: type, config: type, vlm: VLM) -> str:
 
 
 def listed(name: str) -> bool:
-    """Tell whether the tests build a family with a processor of its own."""
+    """Tell whether the tests build a family with its own processor."""
     return name in tiny_vlms.BUILDERS | later.BUILDERS | later.SIBLINGS
 
 
 def saved(kind: type, config: type, folder: str, **text: Any) -> None:
     """Save a tiny model of a class with LLaVA's processor, with other values in its ``text`` part.
-    Raises whatever its class does."""
+    Raises whatever its class raises."""
     torch.manual_seed(0)
     small = tiny_configs.tiny(config, **({"text_config": text} if text else {}))
     with torch.device("meta"):
@@ -143,7 +143,7 @@ def tried(kind: type, config: type) -> tuple[str, str]:
 
 
 def main(names: list[str]) -> None:
-    """Print a table of all classes, or of those that are named."""
+    """Print a table of all classes, or of the named ones."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -1,12 +1,12 @@
-"""Trains a flow model by Flow-GRPO (Liu et al. 2025), all of it in one file: torch, the samplers of
-this repository, and Stable Diffusion 3 as diffusers has it.
+"""Trains a flow model by Flow-GRPO (Liu et al. 2025) in one file: torch, the samplers of this
+repository, and Stable Diffusion 3 from diffusers.
 
     python scripts/examples/grpo_flow.py                      # a tiny SD3 on the CPU, minutes
     python scripts/examples/grpo_flow.py --model FOLDER --size 512 --device cuda
 
-Read it from the bottom: ``main`` is the loop. Change ``task`` first: what is asked, and what is
-rewarded. ``tests/cli/test_examples.py`` holds the samples and losses to those of ``mmrl``, which
-has everything that is left out here: LoRA, guidance, several GPUs, checkpoints, other samplers.
+Read it from the bottom: ``main`` is the loop. Change ``task`` first: the prompts and the reward.
+``tests/cli/test_examples.py`` checks that samples and losses equal those of ``mmrl``, which adds
+what is left out here: LoRA, guidance, several GPUs, checkpoints, other samplers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def task() -> tuple[list[Prompt], list[Prompt], Reward]:
 
 
 class Rollout(NamedTuple):
-    """Records how B samples came about, in K steps."""
+    """Records how B samples were drawn, in K steps."""
 
     states: Tensor  # [B, K + 1, *] latents, from noise to sample
     logprob: Tensor  # [B, K] of the steps with noise; 0 for the others
-    cond: dict[str, Tensor]  # [B, *] what the network sees of the prompts
+    cond: dict[str, Tensor]  # [B, *] encoded prompts
 
 
 class FlowGRPO:
@@ -61,7 +61,7 @@ class FlowGRPO:
         advantage_clip: float = 5.0,
     ):
         self.pipe = pipe
-        self.net = pipe.transformer.eval()  # without dropout: scores equal those of sampling
+        self.net = pipe.transformer.eval()  # no dropout: scores equal those of sampling
         self.shape = (pipe.transformer.config.in_channels, *[size // pipe.vae_scale_factor] * 2)
         pipe.scheduler.set_timesteps(steps)
         self.times = pipe.scheduler.sigmas.double()  # [K + 1], from 1 to 0
@@ -96,7 +96,7 @@ class FlowGRPO:
 
     @torch.no_grad()
     def sample(self, prompts: list[Prompt], rows: Tensor, rng: Rng, noise: bool = True) -> Rollout:
-        """Sample one image for every prompt; ``rows`` [B] name them, and choose their noise."""
+        """Sample one image for every prompt; ``rows`` [B] are their ids, which key the noise."""
         cond = self.encode(prompts)
         states = [rng.normal(rows, self.shape)]
         logprobs = []
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         order = rng.fold("update").permutation(len(prompts)).to(options.device)
         for batch in order.chunk(options.updates):
             decisions = [k for k, level in enumerate(grpo.noise_level) if level]
-            for k in decisions:  # one after the other: the memory of one pass is enough
+            for k in decisions:  # one after another: the memory of one pass is enough
                 loss = grpo.loss(rollout, advantage, batch, k).mean() / len(decisions)
                 loss.backward()
             torch.nn.utils.clip_grad_norm_(grpo.net.parameters(), 1.0)

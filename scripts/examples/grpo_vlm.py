@@ -1,13 +1,12 @@
-"""Trains a vision-language model by GRPO with a reward that checks its answers, all of it in one
-file: torch, the random numbers of this repository, and any image-text-to-text model of
-transformers.
+"""Trains a vision-language model by GRPO with a verifiable reward in one file: torch, the random
+numbers of this repository, and any image-text-to-text model of transformers.
 
     python scripts/examples/grpo_vlm.py                    # a tiny Qwen2.5-VL on the CPU, minutes
     python scripts/examples/grpo_vlm.py --model FOLDER --device cuda --max-new-tokens 64
 
-Read it from the bottom: ``main`` is the loop. Change ``task`` first: what is asked, and what is
-rewarded. ``tests/cli/test_examples.py`` holds the answers and losses to those of ``mmrl``, which
-has everything that is left out here: a prompt read once for its group, LoRA, vLLM, several GPUs.
+Read it from the bottom: ``main`` is the loop. Change ``task`` first: the prompts and the reward.
+``tests/cli/test_examples.py`` checks that answers and losses equal those of ``mmrl``, which adds
+what is left out here: shared prompt prefill for a group, LoRA, vLLM, several GPUs.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def task() -> tuple[list[Prompt], list[Prompt], Reward]:
 
 
 class Draw(LogitsProcessor):
-    """Lets ``generate`` draw at the random numbers ``uniform`` [B, T], so that an answer depends on
-    its row alone, not on the batch; ``never`` are ids that are not drawn."""
+    """Makes ``generate`` sample with the random numbers ``uniform`` [B, T], so that an answer
+    depends only on its row, not on the batch; ``never``: ids that are not sampled."""
 
     def __init__(self, uniform: Tensor | None, never: list[int]):
         self.uniform = uniform
@@ -53,7 +52,7 @@ class Draw(LogitsProcessor):
         logits = logits.float()
         logits[:, self.never] = -torch.inf
         if self.uniform is None:
-            return logits  # generate takes the likeliest
+            return logits  # generate then takes the argmax
         below = logits.double().softmax(-1).cumsum(-1)
         draw = self.uniform[:, self.token, None].to(below) * below[:, -1:]
         self.token += 1
@@ -65,14 +64,14 @@ class GRPO:
     """Samples, scores and trains; ``temperature`` 1, every token of the vocabulary."""
 
     def __init__(self, model: Any, processor: Any, max_new_tokens: int = 4, clip: float = 0.2):
-        self.model = model.eval()  # without dropout: scores equal those of sampling
+        self.model = model.eval()  # no dropout: scores equal those of sampling
         self.processor = processor
         self.max_new_tokens = max_new_tokens
         self.clip_range = clip
         self.never = [value for name, value in model.config.to_dict().items() if name in MARKS]
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Tensor]:
-        """Read prompts by the chat template, padded on the left."""
+        """Encode prompts by the chat template, left-padded."""
         chats = []
         for prompt in prompts:
             pictures = [{"type": "image", "image": image} for image in prompt["images"]]
@@ -91,8 +90,8 @@ class GRPO:
     @torch.no_grad()
     def sample(self, prompts: list[Prompt], rows: Tensor, rng: Rng | None) -> tuple[Tensor, Tensor]:
         """Answer every prompt once: token ids [B, T] and which of them are the answer's, [B, T].
-        ``rows`` [B] name the answers, and choose their random numbers; without ``rng`` the
-        likeliest tokens."""
+        ``rows`` [B] are the ids of the answers, which key their random numbers; greedy without
+        ``rng``."""
         inputs = self.encode(prompts)
         uniform = None if rng is None else rng.uniform(rows, (self.max_new_tokens,))
         ids = self.model.generate(
@@ -102,7 +101,7 @@ class GRPO:
             logits_processor=[Draw(uniform, self.never)],
         )[:, inputs["input_ids"].shape[1] :]
         end = ids == self.model.generation_config.eos_token_id
-        return ids, end.cumsum(1) - end.long() == 0  # up to the token that ends it
+        return ids, end.cumsum(1) - end.long() == 0  # up to the end token
 
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
         """Return the texts of answers."""

@@ -1,14 +1,14 @@
-"""Trains a masked discrete diffusion model by MaskGRPO (Ma et al. 2025), all of it in one file:
-torch, the samplers of this repository, and aMUSEd as diffusers has it.
+"""Trains a masked discrete diffusion model by MaskGRPO (Ma et al. 2025) in one file: torch, the
+samplers of this repository, and aMUSEd from diffusers.
 
     python scripts/examples/mask_grpo.py                      # a tiny aMUSEd on the CPU, minutes
     python scripts/examples/mask_grpo.py --model amused/amused-256 --device cuda
 
-An image is a grid of tokens that all begin hidden. Sampling draws the hidden ones and keeps some of
-them, pass by pass. Training hides most of the finished tokens again, at rates that grow from update
-to update, and asks the network for them. Read it from the bottom: ``main`` is the loop. Change
-``task`` first. ``tests/cli/test_examples.py`` holds the samples and losses to those of ``mmrl``,
-which has everything that is left out here: guidance, other samplers and estimators, several GPUs.
+An image is a grid of tokens that all start masked. Sampling predicts the masked ones and keeps some
+of them, pass by pass. Training remasks most of the finished tokens, at rates that grow from update
+to update, and scores them. Read it from the bottom: ``main`` is the loop. Change ``task`` first.
+``tests/cli/test_examples.py`` checks that samples and losses equal those of ``mmrl``, which adds
+what is left out here: guidance, other samplers and estimators, several GPUs.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def task() -> tuple[list[Prompt], list[Prompt], Reward]:
 
 
 class MaskGRPO:
-    """Samples in ``steps`` passes, scores and trains; ``lowest``: the lowest rate of hidden tokens
-    in training."""
+    """Samples in ``steps`` passes, scores and trains; ``lowest``: the lowest mask rate in
+    training."""
 
     def __init__(self, pipe: Any, steps: int = 4, lowest: float = 0.8, clip: float = 0.2):
         self.pipe = pipe
-        self.net = pipe.transformer.eval()  # without dropout: scores equal those of sampling
+        self.net = pipe.transformer.eval()  # no dropout: scores equal those of sampling
         factor = 2 ** (len(pipe.vqvae.config.block_out_channels) - 1)  # pixels of a token
         self.grid = self.net.config.sample_size
         self.side = self.grid * factor
@@ -68,7 +68,7 @@ class MaskGRPO:
             max_length=tokenizer.model_max_length,
         ).input_ids.to(self.net.device)
         encoded = self.pipe.text_encoder(ids, return_dict=True, output_hidden_states=True)
-        # size, crop, and the aesthetic score that the pipeline asks for
+        # size, crop, and the aesthetic score that the pipeline needs
         micro = torch.tensor([[self.side, self.side, 0, 0, 6.0]], device=ids.device)
         return {
             "encoder_hidden_states": encoded.hidden_states[-2],
@@ -85,15 +85,14 @@ class MaskGRPO:
         return vae.decode(codes, force_not_quantize=True, shape=shape).sample.clamp(0, 1)
 
     def logprobs(self, ids: Tensor, cond: dict[str, Tensor]) -> Tensor:
-        """Compute the log-probs of all tokens [B, L, V], given ids [B, L] of which some are
-        hidden."""
+        """Compute the log-probs of all tokens [B, L, V], given partly masked ids [B, L]."""
         logits = self.net(ids.view(-1, self.grid, self.grid), **cond)
         return logits.flatten(2).transpose(1, 2).float().log_softmax(-1)
 
     @torch.no_grad()
     def sample(self, cond: dict[str, Tensor], rows: Tensor, rng: Rng) -> Tensor:
-        """Sample tokens [B, L]; ``rows`` [B] name the samples, and choose their random numbers.
-        Which tokens a pass keeps is chosen at random, independently of the network."""
+        """Sample tokens [B, L]; ``rows`` [B] are the ids of the samples, which key their random
+        numbers. Which tokens a pass keeps is chosen at random, independently of the network."""
         length = self.grid**2
         ids = torch.full((len(rows), length), self.mask_id, device=rows.device)
         for step in range(len(self.rates) - 1):
@@ -106,7 +105,7 @@ class MaskGRPO:
         return ids
 
     def masks(self, rows: Tensor, rng: Rng, updates: int) -> list[Tensor]:
-        """Choose the tokens [B, L] that each update hides again, more of them in later ones."""
+        """Choose the tokens [B, L] that each update remasks, more in later ones."""
         masks = []
         for n in range(updates):
             rate = min(self.lowest + (1 - self.lowest) * (n + 1) / updates, 0.999)
@@ -114,7 +113,7 @@ class MaskGRPO:
         return masks
 
     def log_prob(self, ids: Tensor, hide: Tensor, cond: dict[str, Tensor]) -> Tensor:
-        """Score the tokens that are hidden, given the others, [B, L]; 0 for the others."""
+        """Score the masked tokens, given the others, [B, L]; 0 for the others."""
         every = self.logprobs(torch.where(hide, self.mask_id, ids), cond)
         return every.gather(-1, ids[..., None])[..., 0].masked_fill(~hide, 0.0)
 
@@ -173,7 +172,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         rewards = reward(grpo.decode(ids), prompts)
         advantage = advantages(rewards, options.group_size)
         masks = grpo.masks(rows, rng.fold("update"), options.updates)
-        with torch.no_grad():  # the ratios are to the weights before the first update
+        with torch.no_grad():  # ratios are relative to the weights before the first update
             olds = [grpo.log_prob(ids, hide, cond) for hide in masks]
         for hide, old in zip(masks, olds, strict=True):
             loss = grpo.loss(grpo.log_prob(ids, hide, cond), old, advantage)

@@ -321,9 +321,7 @@ def test_awm_may_stay_near_the_moving_average():
     plain, near = (AWM(kl=0.0, ema_kl=weight).loss(policy, point) for weight in (0.0, 3.0))
     torch.testing.assert_close(near - plain, column(3 * 0.0625, 3 * 0.0625))
     assert "ema" in AWM(ema_kl=1.0).snapshots and "ema" not in AWM().snapshots
-    with pytest.raises(
-        UserError, match="looks at the moving average of the weights: set train.ema"
-    ):
+    with pytest.raises(UserError, match="uses the moving average of the weights: set train.ema"):
         trainer_of(partial(AWM, ema_kl=1.0), "flow")
     trainer = trainer_of(partial(AWM, ema_kl=1.0), "flow", ema=0.3)
     metrics = [trainer.iterate() for _ in range(2)]

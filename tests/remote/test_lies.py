@@ -68,7 +68,7 @@ def test_a_reward_that_draws_lots_is_said_and_used(caplog):
         remote = Remote(lots, name="r", recheck=1.0)
         for _ in range(2):
             assert remote(pictures(3), asked(3)).isfinite().all()
-    assert caplog.text.count("it draws lots") == 1
+    assert caplog.text.count("it is random") == 1
 
 
 def test_asking_again_finds_nothing_in_an_honest_server(caplog):

@@ -152,7 +152,7 @@ def test_what_does_not_go_with_it_is_said():
         trainer_of(objective=PolicyGradient())
     with pytest.raises(UserError, match="tokens: 9 is no less than the policy's max_new_tokens, 9"):
         trainer_of(tokens=9)
-    with pytest.raises(UserError, match="train.dynamic_sampling_rounds: it looks at the answers"):
+    with pytest.raises(UserError, match="train.dynamic_sampling_rounds: it needs all answers"):
         trainer_of(dynamic_sampling_rounds=1)
     with pytest.raises(UserError, match="only the policy's own sampler goes on"):
         trainer_of(policy=policy_of(max_new_tokens=LONGEST, engine="transformers"))

@@ -33,7 +33,7 @@ REFUSED = {
     "preferences": f"nothing is sampled with train.preferences, {IDLE}",
     "trees of flows": TREE,
     "trees of texts": TREE,
-    "partial rollouts": "it looks at the answers of an iteration, of which "
+    "partial rollouts": "it needs all answers of an iteration, of which "
     "train.stages.partial_rollout leaves some to the next: leave one of them out",
     "gradient of the reward": "this objective draws the noise of every path again, by the names "
     "that rows have now; leave it out, or choose policy_gradient",

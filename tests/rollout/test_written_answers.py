@@ -489,9 +489,9 @@ def test_a_file_of_pictures_is_refused_where_the_path_to_them_counts():
     load_built_in()
     flow = "configs/digits/flow_grpo.yaml"
     chosen = ["train.stages=[{demonstrations: {path: a.jsonl}}]"]
-    with pytest.raises(UserError, match="demonstrations: the objective follows the steps"):
+    with pytest.raises(UserError, match="demonstrations: the objective needs the sampler's path"):
         config.check(config.load(flow, chosen))
-    with pytest.raises(UserError, match="demonstrations: the objective follows the steps"):
+    with pytest.raises(UserError, match="demonstrations: the objective needs the sampler's path"):
         config.check(config.load(flow, [*chosen, "objective=dpo"]))
     config.check(config.load(flow, [*chosen, "objective.policy_gradient.sft={peak: 0.5}"]))
     config.check(config.load("configs/digits/awm.yaml", chosen))

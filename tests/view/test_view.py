@@ -279,7 +279,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
         assert isinstance(done.exception, UserError) and message in str(done.exception)
         assert "\n" not in str(done.exception)
     (tmp_path / "other.jsonl").write_text('{"prompt": "x"}\n')
-    with pytest.raises(UserError, match=r"other.jsonl:1: this is no rating"):
+    with pytest.raises(UserError, match=r"other.jsonl:1: this is not a rating"):
         Pairs(Runs([run]), tmp_path / "other.jsonl")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

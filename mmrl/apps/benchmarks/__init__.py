@@ -1,1 +1,1 @@
-"""Measures samples and models on the benchmarks of the field, and writes prompts for them."""
+"""Evaluates samples and models on public benchmarks, and writes prompts for them."""

@@ -28,7 +28,7 @@ def evaluate(
     no page on processes that only helped to sample.
 
     ``overrides``: ``benchmark.KEY=VALUE`` are options of the benchmark and of ``Run``; others
-    change the configuration of a model. Raises UserError for everything a user can mend.
+    change the configuration of a model. Raises UserError for everything a user can fix.
     """
     load_built_in()
     BENCHMARKS.find(name)
@@ -50,7 +50,7 @@ def evaluate(
         items = benchmark.items[: run.limit]
         folder = run.folder or (path if path.is_dir() else Path()) / f"benchmark-{name}"
         sampling.sample(policy, benchmark, items, folder, run, about)
-        del policy  # a detector or judge wants its memory
+        del policy  # free memory for a detector or judge
         if not distributed.is_main():
             return None, []
         listed = gathered(benchmark, folder, run)
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def split(words: Sequence[str]) -> tuple[Run, dict[str, Any]]:
-    """Read ``benchmark.KEY=VALUE`` words into what concerns any run, and the benchmark's own."""
+    """Split ``benchmark.KEY=VALUE`` overrides into options of any run, and the benchmark's own."""
     values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.removeprefix(SECTION).partition("=")
@@ -75,7 +75,7 @@ def split(words: Sequence[str]) -> tuple[Run, dict[str, Any]]:
 
 
 def made(name: str, options: Mapping[str, Any], folder: Path | None) -> Benchmark:
-    """Build a benchmark. GenEval's prompts may come from the metadata beside the samples."""
+    """Build a benchmark. GenEval's prompts may come from the metadata next to the samples."""
     benchmark: Benchmark = config.build({name: dict(options)}, BENCHMARKS, "benchmark")
     if name == "geneval" and "path" not in options and folder is not None:
         benchmark.items = list(beside(folder))

@@ -1,4 +1,4 @@
-"""Estimates totals with 95 % intervals by the rule of ``mmrl.core.statistics``, prompts being the
+"""Estimates totals with 95 % intervals by the rule of ``mmrl.core.statistics``, with prompts as the
 independent units."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ Groups = Sequence[Sequence[float]]  # values of the samples of each prompt
 
 @dataclass(frozen=True)
 class Total:
-    """Holds a mean with its 95 % interval, how many samples and prompts it is over, and how the
-    interval was made."""
+    """Holds a mean with its 95 % interval, its numbers of samples and prompts, and the method of
+    the interval."""
 
     mean: float
     low: float
@@ -29,7 +29,7 @@ NOTHING = Total(math.nan, math.nan, math.nan, 0, 0, "none")
 
 
 def total(groups: Groups) -> Total:
-    """Estimate the mean over all samples; those of one prompt vary together. NaN is left out."""
+    """Estimate the mean over all samples, clustered by prompt. NaN is left out."""
     known = finite(groups)
     if not known:
         return NOTHING
@@ -41,8 +41,8 @@ def total(groups: Groups) -> Total:
 
 
 def mean_of_categories(categories: Sequence[Groups]) -> Total:
-    """Estimate the mean of several categories' means. Their intervals are put together by what each
-    mean may be off (MOVER, Zou and Donner 2008): root of the sum of squares over their number."""
+    """Estimate the mean of several categories' means. Their intervals are combined by MOVER (Zou
+    and Donner 2008): root of the sum of squares over their number."""
     parts = [part for part in map(total, categories) if part.samples]
     if not parts:
         return NOTHING

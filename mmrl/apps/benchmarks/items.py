@@ -12,14 +12,14 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import BENCHMARKS as BENCHMARKS
 from mmrl.core.types import Prompt
 
-ALL = "all"  # the category of a benchmark that has none
+ALL = "all"  # default category
 
 
 @dataclass(frozen=True)
 class Item:
-    """Holds one line of a benchmark: its place in the official file, by which samples are named;
-    the category it is counted in; what is asked, with what the scorer needs; and the name it has in
-    the official file, if it has one."""
+    """Holds one item of a benchmark: its index in the official file, by which samples are named;
+    its category; the prompt, with the scorer's fields; and its name in the official file, if any.
+    """
 
     index: int
     category: str
@@ -29,8 +29,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Sample:
-    """Holds a sample of an item: a picture's file, or an answer. ``row`` is what else its line of
-    an answers file says, such as ``view``."""
+    """Holds a sample of an item: a picture file, or an answer. ``row``: other fields of its line in
+    an answers file, such as ``view``."""
 
     item: Item
     number: int
@@ -41,9 +41,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """Holds what a sample scored, 0 to 1 (of preference scores any number), NaN where it could not
-    be scored; ``parts`` are further values of named categories, such as those of DPG's
-    questions."""
+    """Holds a sample's score, 0 to 1 (any number for preference scores), NaN if it could not be
+    scored; ``parts`` are further values of named categories, such as those of DPG's questions."""
 
     value: float
     parts: tuple[tuple[str, float], ...] = ()
@@ -53,9 +52,9 @@ class Score:
 class Benchmark(ABC):
     """Reads the official file of a benchmark and scores samples by its rule.
 
-    A subclass sets ``items`` and writes ``score``. ``kind`` says what is sampled. ``headline`` says
-    what the one number is: the mean over samples, or the mean of the categories' means.
-    ``num_samples`` is how many samples a prompt has where the benchmark is followed to the letter.
+    A subclass sets ``items`` and writes ``score``. ``kind``: what is sampled. ``headline``: the
+    main number: the mean over samples, or the mean of the categories' means. ``num_samples``:
+    samples per prompt in the official protocol.
     """
 
     kind: Literal["picture", "answer"] = "answer"
@@ -71,7 +70,7 @@ class Benchmark(ABC):
 
 
 def need_path(path: Path | None, name: str, what: str) -> Path:
-    """Return the path of the official file, or say how to name it."""
+    """Return the path of the official file, or explain how to set it."""
     if path is None:
         raise UserError(f"--benchmark {name} needs {what}: add benchmark.path=FILE_OR_FOLDER")
     if not Path(path).exists():

@@ -1,4 +1,4 @@
-"""Registers the benchmarks of pictures: GenEval, OCR, DPG-Bench, HPSv2 and PickScore."""
+"""Registers image benchmarks: GenEval, OCR, DPG-Bench, HPSv2 and PickScore."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def reward(name: str, **options: Any) -> Any:
 
 @BENCHMARKS.register("geneval")
 class GenEvalBenchmark(Benchmark):
-    """Count the pictures that hold the objects asked for, with count, colour and place (GenEval).
+    """Count the pictures with the requested objects, count, colour and position (GenEval).
 
-    path: evaluation_metadata.jsonl; without it the metadata beside the samples, or, for a model,
-    generated prompts of the same form. detections: a .jsonl of what a detector found, in place of
+    path: evaluation_metadata.jsonl; without it the metadata next to the samples, or, for a model,
+    generated prompts of the same form. detections: a .jsonl of a detector's output, instead of
     running one: rows of ``image`` and ``detections`` ({class, score, box, color}), or the results
     file of the official evaluation. detector: Mask2Former or another object detector of
     transformers, OWL-ViT among them; hub id or folder. clip: for colours. prompts_seed: of
@@ -110,7 +110,7 @@ class GenEvalBenchmark(Benchmark):
         return scored(samples, judge)
 
     def by_record(self, sample: Sample) -> Score:
-        """Apply the rule to what a file says was found in the picture."""
+        """Apply the rule to recorded detections in the picture."""
         assert self.detections is not None and sample.file is not None
         file = sample.file
         names = (str(file), "/".join(file.parts[-3:]), file.name)
@@ -149,7 +149,7 @@ def checked(prompt: Prompt, path: Path | None) -> Prompt:
 
 
 def recorded(file: Path) -> dict[str, dict[str, Any]]:
-    """Read detections by picture: our rows, or those of GenEval's evaluate_images.py, whose
+    """Read detections by picture: mmrl's rows, or those of GenEval's evaluate_images.py, whose
     ``details`` are boxes [x0, y0, x1, y1, score] by class."""
     records: dict[str, dict[str, Any]] = {}
     for place, row in rows_of(need_path(file, "geneval", "a .jsonl of detections")):
@@ -193,7 +193,7 @@ def objects(row: Mapping[str, Any]) -> Iterator[tuple[Detection, str | None]]:
 class OCRBenchmark(Benchmark):
     """Score whether the text in double quotes is in the picture: 1 - edit distance / length.
 
-    path: test.txt, a prompt a line. side: as in the reward ``ocr``.
+    path: test.txt, a prompt per line. side: as in the reward ``ocr``.
     """
 
     kind = "picture"
@@ -213,13 +213,13 @@ class OCRBenchmark(Benchmark):
 class DPG(Benchmark):
     """Ask a model DPG-Bench's yes-or-no questions about every picture (Hu et al. 2024, ELLA).
 
-    path: dpg_bench.csv. answers: a .jsonl of what a model answered, in place of running one: rows
-    of ``image`` and ``answers`` {question number: yes or no}. model: an image-text-to-text model of
-    transformers; the published figures are of mPLUG-large. tiles: pictures of a file, which stands
-    for so many in two rows (published: 4); 1 for single pictures.
+    path: dpg_bench.csv. answers: a .jsonl of a model's answers, instead of running one: rows of
+    ``image`` and ``answers`` {question number: yes or no}. model: an image-text-to-text model of
+    transformers; the published figures are of mPLUG-large. tiles: pictures per file, arranged in
+    two rows (published: 4); 1 for single pictures.
 
     The score of a picture is the share of questions answered yes, where a question counts only if
-    those that it depends on were answered yes; the categories count every answer by itself.
+    those that it depends on were answered yes; categories count every answer independently.
     """
 
     kind = "picture"
@@ -292,7 +292,7 @@ class DPG(Benchmark):
 
 
 def cut_up(picture: Tensor, tiles: int) -> list[Tensor]:
-    """Cut [3, H, W] into ``tiles`` pictures, two in a row."""
+    """Split [3, H, W] into ``tiles`` pictures, two per row."""
     if tiles == 1:
         return [picture]
     rows = -(-tiles // 2)
@@ -374,7 +374,7 @@ class Preference(Benchmark):
 
 @BENCHMARKS.register("hpsv2")
 class HPSv2Benchmark(Preference):
-    """Average HPSv2.1 over the prompts of HPDv2's test set, a style at a time (Wu et al. 2023).
+    """Average HPSv2.1 over the prompts of HPDv2's test set, by style (Wu et al. 2023).
 
     path: a folder of anime.json, concept-art.json, paintings.json and photo.json, each a list of
     prompts, or a file of prompts. model: as in the reward ``hpsv2``.
@@ -408,7 +408,7 @@ class PickScoreBenchmark(Preference):
 
 
 def styles(path: Path) -> list[Item]:
-    """Read prompts of a file, or of one .json list a style in a folder."""
+    """Read prompts of a file, or of a folder with one .json list per style."""
     if path.is_file() and path.suffix != ".json":
         return [
             Item(i, str(prompt.get("category", ALL)), prompt) for i, prompt in enumerate(read(path))

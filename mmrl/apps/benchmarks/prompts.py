@@ -1,5 +1,5 @@
-"""Registers ``geneval_prompts`` and ``ocr_prompts``: prompts written from the published templates,
-or read from the official files where the user has them."""
+"""Registers ``geneval_prompts`` and ``ocr_prompts``: prompts generated from the published
+templates, or read from the official files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rewards.images.geneval import COLORS, OBJECTS
 from samplers.noise import Rng
 
 Maker = Callable[["Chance"], Prompt]
-PATIENCE = 60  # draws in a row that were all known before: then there are no more such prompts
+PATIENCE = 60  # consecutive duplicates after which generation stops
 PUBLISHED_MIX = {  # of Flow-GRPO's training prompts (arXiv:2505.05470, section 5)
     "position": 7,
     "counting": 5,
@@ -32,7 +32,7 @@ OF_A_TASK = 100  # held-out prompts of each of GenEval's tasks
 
 
 class Chance:
-    """Draws numbers that are a function of a seed, a name and how many were drawn before."""
+    """Draws numbers that are a function of a seed, a name and a counter."""
 
     def __init__(self, seed: int, name: str):
         self.key = (seed, "benchmark prompts", name)
@@ -62,12 +62,12 @@ def article(name: str) -> str:
 
 
 def plural(name: str) -> str:
-    """Make a plural as GenEval writes it: "s", after an s "es"."""
+    """Return a plural as GenEval writes it: "s", after an s "es"."""
     return name + ("es" if name.endswith("s") else "s")
 
 
 def row(tag: str, text: str, include: list[dict[str, Any]], **extra: Any) -> Prompt:
-    """Make a line of GenEval's metadata, with the text under both names."""
+    """Return a row of GenEval's metadata, with the text under both names."""
     return {"tag": tag, "include": include, **extra, "prompt": text, "text": text}
 
 
@@ -83,7 +83,7 @@ def two_object(chance: Chance) -> Prompt:
 
 
 def counting(chance: Chance) -> Prompt:
-    """Ask for two to four of a kind, and for no more."""
+    """Write a counting prompt for two to four of a kind, excluding more."""
     name = chance.of(OBJECTS)
     count = 2 + chance.below(3)
     return row(
@@ -102,7 +102,7 @@ def colors(chance: Chance) -> Prompt:
 
 
 def position(chance: Chance) -> Prompt:
-    """Place the first object beside the second; the metadata lists the second first."""
+    """Write a position prompt for two objects; the metadata lists the second first."""
     name, anchor = chance.two_of(OBJECTS)
     relation = chance.of(words.RELATIONS)
     include = [
@@ -133,8 +133,7 @@ TASKS: dict[str, Maker] = {
 
 
 def meaning(prompt: Prompt) -> str:
-    """Name what a GenEval prompt asks for; two prompts whose objects only stand in another order
-    ask for the same."""
+    """Return a key of a GenEval prompt's meaning, which does not depend on the order of objects."""
     parts = [json.dumps(entry, sort_keys=True) for entry in prompt["include"]]
     return f"{prompt['tag']} {' '.join(parts if prompt['tag'] == 'position' else sorted(parts))}"
 
@@ -150,8 +149,8 @@ def distinct(
     known: set[str],
     identity: Callable[[Prompt], str] = meaning,
 ) -> list[Prompt]:
-    """Make ``count`` prompts that mean something different from each other and from ``known``,
-    which grows; fewer where there are no more."""
+    """Generate ``count`` prompts with meanings distinct from each other and from ``known``, which
+    is extended; fewer if exhausted."""
     prompts: list[Prompt] = []
     misses = 0
     while len(prompts) < count and misses < PATIENCE:
@@ -165,8 +164,8 @@ def distinct(
 
 
 def geneval_suite(seed: int, of_a_task: int = OF_A_TASK) -> list[Prompt]:
-    """Make a test set as GenEval's: every single object, and up to ``of_a_task`` prompts of each
-    other task."""
+    """Generate a test set like GenEval's: every single object, and up to ``of_a_task`` prompts of
+    each other task."""
     known: set[str] = set()
     suite = [
         row("single_object", f"a photo of {article(name)}", [{"class": name, "count": 1}])
@@ -180,8 +179,8 @@ def geneval_suite(seed: int, of_a_task: int = OF_A_TASK) -> list[Prompt]:
 def geneval_training(
     count: int, seed: int, mixture: Mapping[str, float], without: set[str]
 ) -> list[Prompt]:
-    """Make training prompts, tasks in the proportions of ``mixture``, none that means what one of
-    ``without`` does. A task that runs out of prompts repeats those it has."""
+    """Generate training prompts, tasks in the proportions of ``mixture``, excluding meanings in
+    ``without``. A task that runs out of prompts repeats them."""
     total = sum(mixture.values())
     rows = []
     for tag, share in mixture.items():
@@ -194,7 +193,7 @@ def geneval_training(
 
 
 def lettering(chance: Chance) -> Prompt:
-    """Make an OCR prompt: a surface with two or three words in double quotes, in a setting."""
+    """Generate an OCR prompt: a surface with two or three words in double quotes, in a setting."""
     text = f"{chance.of(words.OPENINGS)} {chance.of(words.ENDINGS)}"
     number = chance.below(4)
     text = f"{text} {10 + chance.below(90)}" if number == 0 else text
@@ -205,13 +204,13 @@ def lettering(chance: Chance) -> Prompt:
 
 @DATA.register("geneval_prompts")
 class GenEvalPrompts:
-    """Read GenEval's metadata from a folder, or write such prompts from its published templates.
+    """Read GenEval's metadata from a folder, or generate prompts from its published templates.
 
     path: a folder with train_metadata.jsonl and test_metadata.jsonl (Flow-GRPO's dataset/geneval),
-    or one such file; without it prompts are generated. count: how many to train on. seed: of their
-    draw. mixture: tasks and their shares; by default Flow-GRPO's. held_out: generated held-out
-    prompts of each task but single_object, which has all 80 objects; none of them, and none that
-    only orders the same objects otherwise, is trained on.
+    or one such file; without it prompts are generated. count: number of training prompts. seed: of
+    generation. mixture: tasks and their shares; by default Flow-GRPO's. held_out: generated
+    held-out prompts of each task except single_object, which has all 80 objects; these, and
+    reorderings of the same objects, are excluded from training.
     """
 
     train: Sequence[Prompt]
@@ -242,11 +241,11 @@ class GenEvalPrompts:
 
 @DATA.register("ocr_prompts")
 class OCRPrompts:
-    """Read the OCR task's prompts from a folder, or write such prompts: a text in double quotes.
+    """Read the OCR task's prompts from a folder, or generate them: a text in double quotes.
 
     path: a folder with train.txt and test.txt (Flow-GRPO's dataset/ocr), or one file; without it
-    prompts are generated. count: how many to train on. seed: of their draw. held_out: how many
-    generated prompts are held out.
+    prompts are generated. count: number of training prompts. seed: of generation. held_out: number
+    of held-out prompts.
     """
 
     train: Sequence[Prompt]

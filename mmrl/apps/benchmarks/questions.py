@@ -35,16 +35,16 @@ SPLITS = (".json", ".jsonl", ".parquet")
 
 
 class Questions(Benchmark):
-    """Reads rows of an official file, and scores each answer by a rule of its own.
+    """Reads rows of an official file, and scores each answer by its rule.
 
-    ``folders`` are where pictures lie, seen from the file, besides its own folder.
+    ``folders``: where pictures are, relative to the file, besides its own folder.
     """
 
     measure = "accuracy"
     what: ClassVar[str] = "the official file"
     name: ClassVar[str] = ""
     folders: ClassVar[tuple[str, ...]] = ("images",)
-    # what a model is told to answer with; {text} is the question
+    # the instruction of a question; {text} is the question
     question: ClassVar[str] = "{text}"
 
     def __init__(self, path: Path | None = None, images: Path | None = None):
@@ -72,7 +72,7 @@ class Questions(Benchmark):
         return items
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """Yield place, row and category (empty: of the row) of every question."""
+        """Yield index, row and category (empty: the row's) of every question."""
         for file in self.files():
             for place, row in rows_of(file):
                 yield place, row, ""
@@ -100,8 +100,8 @@ class Questions(Benchmark):
         return str(first(row, ("question_id", "questionId", "id", "index"), ""))
 
     def picture(self, row: Row) -> dict[str, Any]:
-        """Return the pictures of a row under "images": files that are there, or what a parquet file
-        holds. A picture that is not there is missed only when a model is sampled."""
+        """Return the pictures of a row under "images": existing files, or bytes of a parquet file.
+        A missing picture is an error only when a model is sampled."""
         value = first(row, PICTURE, None)
         several = value if isinstance(value, list) else [] if value is None else [value]
         return {"images": [self.medium(source) for source in several]} if several else {}
@@ -139,8 +139,7 @@ def needed(row: Row, names: Sequence[str]) -> Any:
 
 
 class Places(Questions):
-    """Scores boxes and points; ``coords`` says in which space answers are written that do not say
-    it themselves."""
+    """Scores boxes and points; ``coords``: default space of answers."""
 
     spatial: ClassVar[tuple[str, dict[str, Any]]]
 
@@ -201,8 +200,7 @@ class RefCOCO(Places):
 
     path: a COCO file with captions (MDETR's finetune_refcoco_val.json), rows with ``bbox`` and the
     expression, or VLM-R1's rows with ``normal_caption`` and ``solution``; a folder of such files
-    counts each as a category. images: where COCO's pictures lie. coords: the space of answers that
-    do not say it.
+    counts each as a category. images: folder of COCO's pictures. coords: default space of answers.
     """
 
     name = "refcoco"
@@ -224,7 +222,7 @@ class RefCOCO(Places):
                     yield place, row, category
 
     def prompts(self, row: Row) -> Iterator[Prompt]:
-        if "text" in row and "boxes" in row:  # of a COCO file, made already
+        if "text" in row and "boxes" in row:  # of a COCO file, already built
             yield {**row, **self.picture(row)}
             return
         names = (*formats.EXPRESSIONS, "normal_caption", "answer", "problem")
@@ -238,12 +236,12 @@ class RefCOCO(Places):
 
 @BENCHMARKS.register("screenspot")
 class ScreenSpot(Places):
-    """Count points that lie in the box of the element asked for, by platform and kind of element.
+    """Count points inside the box of the target element, by platform and kind of element.
 
     Rows of ScreenSpot-v2 and -Pro have the same fields.
 
     path: a folder of screenspot_*.json, or one of them. images: their folder of screenshots.
-    coords: the space of answers that do not say it. boxes: of -Pro are corners.
+    coords: default space of answers. boxes: those of -Pro are corners.
     """
 
     name = "screenspot"
@@ -286,7 +284,7 @@ class ScreenSpot(Places):
 
 @BENCHMARKS.register("geometry3k")
 class Geometry3K(Questions):
-    """Count answers that equal the right one as mathematics (Lu et al. 2021, Inter-GPS).
+    """Count answers that are mathematically equal to the right one (Lu et al. 2021, Inter-GPS).
 
     path: rows of ``problem``, ``answer`` and ``images`` (the data set hiyouga/geometry3k, .parquet
     or .jsonl), or Inter-GPS's folder of numbered folders with data.json, where the letter of the
@@ -361,7 +359,7 @@ class CLEVR(Questions):
         yield {"text": str(needed(row, TEXT)), "answer": right, **self.picture(row)}
 
     def category(self, row: Row) -> str:
-        """Name the kind of question: the last function of its program, as CLEVR's tables do."""
+        """Return the kind of question: the last function of its program, as in CLEVR's tables."""
         program = row.get("program")
         if not program:
             return super().category(row)
@@ -381,7 +379,7 @@ class CLEVR(Questions):
 
 @BENCHMARKS.register("superclevr")
 class SuperCLEVR(CLEVR):
-    """Count right counts on pictures of vehicles, out of the distribution of CLEVR.
+    """Count right counts on pictures of vehicles, out of distribution for CLEVR.
 
     R1-V is tested on 200 of them.
 
@@ -399,7 +397,7 @@ class ChartQA(Questions):
     """Score charts by relaxed accuracy: numbers within 5 %, others equal (Masry et al. 2022).
 
     path: ChartQA's folder test with test_human.json and test_augmented.json, or one such file.
-    images: the folder of the charts; by default png beside the files.
+    images: the folder of the charts; by default png next to the files.
     """
 
     name = "chartqa"
@@ -437,7 +435,7 @@ class DocVQA(Questions):
     InfographicVQA has the same form.
 
     path: val_v1.0_withQT.json, or rows of ``question``, ``answers`` and ``image``. images: the
-    folder in which their names begin.
+    folder that image names are relative to.
     """
 
     name = "docvqa"

@@ -1,4 +1,4 @@
-"""Totals the scores of a benchmark by category, and writes them as JSON and as a page."""
+"""Aggregates the scores of a benchmark by category, and writes them as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ByItem = dict[int, list[float]]
 def summary(
     name: str, benchmark: Benchmark, samples: Sequence[Sample], scores: Sequence[Score]
 ) -> dict[str, Any]:
-    """Total the scores: the headline, each category, and what was missing."""
+    """Aggregate the scores: the headline, each category, and missing samples."""
     by_category: dict[str, ByItem] = {}
     for sample, score in zip(samples, scores, strict=True):
         entries = [(sample.item.category, score.value), *score.parts]
@@ -58,7 +58,7 @@ def summary(
 
 
 def sentences(content: Mapping[str, Any]) -> list[str]:
-    """Say the headline and what is missing, for the terminal and the page."""
+    """State the headline and what is missing, for the terminal and the page."""
     lines = [
         f"{content['benchmark']}: {said(Total(**content['total']))} ({content['measure']}, "
         f"{content['headline']})"
@@ -83,7 +83,7 @@ def said(estimate: Total) -> str:
 
 
 def rows(samples: Sequence[Sample], scores: Sequence[Score], folder: Path) -> list[dict[str, Any]]:
-    """List what every sample scored, without what JSON cannot hold."""
+    """List the score of every sample, as JSON data."""
     listed = []
     for sample, score in zip(samples, scores, strict=True):
         listed.append(
@@ -108,7 +108,7 @@ def right(item: Item) -> Any:
 
 
 def shown(file: Path, folder: Path) -> str:
-    """Name a file as seen from the folder of the page, where it lies below it."""
+    """Return a file's path relative to the page's folder, if it is inside."""
     return str(file.relative_to(folder)) if file.is_relative_to(folder) else str(file)
 
 
@@ -155,7 +155,7 @@ def examples(samples: Sequence[Sample], scores: Sequence[Score]) -> list[dict[st
 
 
 def thumbnail(file: Path | None) -> str | None:
-    """Return a picture as a data URI, at most 192 pixels; None for what is none."""
+    """Return a picture as a data URI, at most 192 pixels; None if it is not a picture."""
     if file is None or file.suffix == ".txt":
         return None
     with Image.open(file) as picture:

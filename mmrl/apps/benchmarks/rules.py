@@ -13,8 +13,8 @@ __all__ = ["anls", "choice", "relaxed", "same_answer", "with_dependencies", "wri
 
 
 def written(text: str) -> str:
-    r"""Return the final answer of a text: what stands in the last ``<answer>`` or ``\boxed``, or
-    follows the thought or "the answer is", without Markdown, LaTeX and a final full stop."""
+    r"""Return the final answer of a text: the last ``<answer>`` or ``\boxed``, or the text after
+    the thought or "the answer is", without Markdown, LaTeX and a final full stop."""
     return bare(plain(stated(text).value))
 
 
@@ -36,7 +36,7 @@ def with_dependencies(
     answers: Mapping[int, bool], parents: Mapping[int, Sequence[int]]
 ) -> dict[int, float]:
     """Score DPG's questions: a question counts only if all questions that it depends on were
-    answered yes. 0 is no question; as published, a parent that itself lost its point counts as
+    answered yes. 0 is not a question; as published, a parent that itself lost its point counts as
     no."""
     scores = {question: float(yes) for question, yes in answers.items()}
     for question, needed in parents.items():

@@ -1,5 +1,5 @@
-"""Finds the samples of a benchmark: pictures in GenEval's folders or by number, answers in files of
-the usual forms."""
+"""Finds the samples of a benchmark: pictures in GenEval's folders or by number, answers in common
+file formats."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ TEXTS = ("answer", "prediction", "response", "output", "pred", "text")
 
 def pictures(folder: Path, items: Sequence[Item]) -> list[Sample]:
     """List the pictures of a folder: ``00012/samples/0003.png`` as GenEval has them, or one folder
-    of ``12.png``, ``00012_3.png`` or of the names that the items have.
+    of ``12.png``, ``00012_3.png`` or named after the items.
 
     Raises:
-        UserError: a file that belongs to no item, a metadata.jsonl that belongs to another, no
-            picture at all.
+        UserError: a file without an item, a metadata.jsonl of another item, or no pictures.
     """
     numbers = {item.index: item for item in items}
     nested = sorted(f for f in folder.iterdir() if f.is_dir() and f.name.isdigit())
@@ -52,7 +51,7 @@ def of_folders(folders: Sequence[Path], numbers: dict[int, Item]) -> Iterator[Sa
 
 
 def same_prompt(folder: Path, item: Item) -> None:
-    """Raise UserError where GenEval's metadata beside the samples are those of another prompt."""
+    """Raise UserError if GenEval's metadata next to the samples belong to another prompt."""
     record = metadata(folder)
     known = item.prompt.get("prompt", item.prompt["text"])
     if record is not None and record.get("prompt", known) != known:
@@ -91,7 +90,7 @@ def of_files(folder: Path, items: Sequence[Item], numbers: dict[int, Item]) -> I
 
 
 def named(stem: str, numbers: dict[int, Item], names: dict[str, Item]) -> Item | None:
-    """Find the item that a file is called after."""
+    """Find the item that a file is named after."""
     number = NUMBERED.fullmatch(stem)
     return names.get(stem) or (numbers.get(int(number[1])) if number else None)
 
@@ -104,8 +103,8 @@ def answers(path: Path, items: Sequence[Item]) -> list[Sample]:
     """List the answers of a .jsonl or .json file, of such a file in a folder, or of a folder of
     numbered .txt files.
 
-    A row names its item by ``index`` (from 0) or by the name it has in the official file; rows
-    without any are taken in order, if there are as many as items.
+    A row names its item by ``index`` (from 0) or by its name in the official file; rows without
+    either are taken in order, if there are as many as items.
     """
     if path.is_dir():
         file = next((path / name for name in ANSWERS if (path / name).is_file()), None)

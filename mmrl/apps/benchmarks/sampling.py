@@ -1,5 +1,5 @@
-"""Samples a model on the prompts of a benchmark into a folder, picture by picture or answer by
-answer, so that what is written survives a stop and is not sampled twice."""
+"""Samples a model on the prompts of a benchmark into a folder, one file or line at a time, so that
+an interrupted run continues where it stopped."""
 
 from __future__ import annotations
 
@@ -28,16 +28,21 @@ from mmrl.experiment import build, checkpoint, evaluation
 from mmrl.train.device import Device
 
 SETTINGS = "samples.json"
-STREAM = 1_000_003  # apart from each other, the seeds of the parts of one evaluation
-KEYS = ("include", "exclude", "tag", "prompt")  # of GenEval's metadata, written beside samples
+STREAM = 1_000_003  # distance of the seeds of the parts of an evaluation
+KEYS = (
+    "include",
+    "exclude",
+    "tag",
+    "prompt",
+)  # fields of GenEval's metadata, written next to samples
 
 
 @dataclass(frozen=True)
 class Run:
-    """Says how a benchmark is run: ``folder`` the place for samples and results, ``num_samples`` of
-    each prompt, ``limit`` to the first prompts, ``seed`` of the noise, ``guidance_scale`` where it
-    is not the model's own, ``batch`` prompts at a time, ``system`` the system message of questions
-    (default: the one the configuration trains with, "" for none)."""
+    """Options of a benchmark run: ``folder`` for samples and results, ``num_samples`` of each
+    prompt, ``limit`` to the first prompts, ``seed`` of the noise, ``guidance_scale`` if not the
+    model's own, ``batch`` prompts at a time, ``system`` the system message of questions (default:
+    the one the configuration trains with, "" for none)."""
 
     folder: Path | None = None
     num_samples: Annotated[int, Ge(1)] | None = None
@@ -50,14 +55,14 @@ class Run:
 
 def policy_of(path: Path, overrides: Sequence[str], at: str | None) -> tuple[Any, dict[str, Any]]:
     """Build the policy of a run with its trained weights, or of a configuration with its base
-    model; neither data nor rewards of it are opened. Also returns what its samples depend on.
+    model; its data and rewards are not opened. Also returns what its samples depend on.
 
     Raises:
-        UserError: what a configuration or a checkpoint can have wrong.
+        UserError: mistakes of a configuration or a checkpoint.
     """
     run = build.last_stage(path) if path.is_dir() else None
     file = build.config_of(run) if run else find_config(path)
-    # its training data may be elsewhere by now, and are not opened
+    # its training data may no longer exist, and are not opened
     configuration = build.read(file, overrides, added={"data": "ocr_prompts"})
     system = system_of(config.load(file, overrides).plain["data"])
     options = configuration.section("train", TrainOptions)
@@ -84,7 +89,7 @@ def policy_of(path: Path, overrides: Sequence[str], at: str | None) -> tuple[Any
 
 
 def makes_what_is_asked(policy: Any, benchmark: Benchmark, name: str) -> None:
-    """Raise UserError where the model writes and the benchmark wants pictures, or the reverse."""
+    """Raise UserError if the model writes text and the benchmark needs pictures, or vice versa."""
     makes = policy.capabilities.makes
     wanted_medium = "image" if benchmark.kind == "picture" else "text"
     if makes is not None and makes != wanted_medium:
@@ -97,10 +102,10 @@ def makes_what_is_asked(policy: Any, benchmark: Benchmark, name: str) -> None:
 def sample(
     policy: Any, benchmark: Benchmark, items: Sequence[Item], folder: Path, run: Run, about: Any
 ) -> None:
-    """Write ``num_samples`` samples of every item below ``folder``: pictures as GenEval lays them
-    out, answers as rows of answers.jsonl. What an earlier call wrote is not sampled again.
+    """Write ``num_samples`` samples of every item below ``folder``: pictures in GenEval's layout,
+    answers as rows of answers.jsonl. Samples of an earlier call are kept.
 
-    ``about``: what the samples depend on; a folder that holds samples of something else is refused.
+    ``about``: what the samples depend on; a folder with samples of something else is refused.
     """
     check_pictures(items)
     copies = run.num_samples or benchmark.num_samples
@@ -110,7 +115,7 @@ def sample(
     claim(folder, {**about, "system": system, **chosen, **named(items)})
     pictures = benchmark.kind == "picture"
     finder = with_pictures if pictures else with_answers
-    # one process looks, before any of them writes
+    # one process checks, before any of them writes
     first = sorted(finder(folder, copies)) if distributed.is_main() else []
     done = set(distributed.all_gather_plain(first)[0])
     extra = {"system": system} if system and not pictures else {}
@@ -120,7 +125,7 @@ def sample(
         prompts = [{**item.prompt, **extra, "benchmark_index": item.index} for item in part]
         if all(item.index in done for item in part) or not (admitted := policy.admit(prompts)):
             continue
-        # a part is sampled as a whole: the noise of a row follows from its place there
+        # a part is sampled as a whole: the noise of a row depends on its index there
         seed = run.seed * STREAM + start
         media, repeated = evaluation.sample(policy, admitted, copies, seed, run.guidance_scale)
         write(folder, media, repeated)
@@ -130,7 +135,7 @@ def sample(
 
 
 def check_pictures(items: Sequence[Item]) -> None:
-    """Raise UserError where a question's picture is not there, before anything is sampled."""
+    """Raise UserError if a question's picture is missing, before anything is sampled."""
     for item in items:
         for source in item.prompt.get("images") or ():
             if isinstance(source, (str, Path)) and not Path(source).is_file():
@@ -150,7 +155,7 @@ def system_of(section: Any) -> str | None:
 
 
 def claim(folder: Path, about: Mapping[str, Any]) -> None:
-    """Note what the samples of a folder are of, or raise UserError where it holds others."""
+    """Record what the samples of a folder depend on, or raise UserError if it holds others."""
     file = folder / SETTINGS
     plain = json.loads(json.dumps(about))
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != plain:
@@ -164,7 +169,7 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def with_pictures(folder: Path, copies: int) -> set[int]:
-    """Return the items all of whose pictures are there."""
+    """Return the items whose pictures all exist."""
     folders = [f for f in folder.iterdir() if f.is_dir() and f.name.isdigit()]
     return {
         int(f.name)
@@ -174,7 +179,7 @@ def with_pictures(folder: Path, copies: int) -> set[int]:
 
 
 def with_answers(folder: Path, copies: int) -> set[int]:
-    """Return the items all of whose answers are there; what a stop cut off is taken away."""
+    """Return the items whose answers all exist; a line truncated by a stop is removed."""
     file = folder / "answers.jsonl"
     if not file.is_file():
         return set()
@@ -187,7 +192,7 @@ def with_answers(folder: Path, copies: int) -> set[int]:
 
 
 def write_pictures(folder: Path, media: Any, asked: Sequence[Prompt]) -> None:
-    """Write each picture as 00000/samples/0000.png, with the prompt's metadata beside them."""
+    """Write each picture as 00000/samples/0000.png, with the prompt's metadata."""
     from PIL import Image
 
     counted: dict[int, int] = {}
@@ -206,7 +211,7 @@ def write_pictures(folder: Path, media: Any, asked: Sequence[Prompt]) -> None:
 
 
 def write_answers(folder: Path, media: Any, asked: Sequence[Prompt], done: Collection[int]) -> None:
-    """Append each answer that is not there yet, with the view in which its coordinates are."""
+    """Append each missing answer, with the view of its coordinates."""
     local = [
         {
             "index": int(prompt["benchmark_index"]),
@@ -224,12 +229,12 @@ def write_answers(folder: Path, media: Any, asked: Sequence[Prompt], done: Colle
 
 
 def named(items: Sequence[Item]) -> dict[str, Any]:
-    """Say which prompts are sampled."""
+    """Describe which prompts are sampled."""
     texts = json.dumps([str(item.prompt["text"]) for item in items])
     return {"prompts": len(items), "sha256": hashlib.sha256(texts.encode()).hexdigest()}
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """Return the options as JSON has them."""
+    """Return the options as JSON data."""
     values = asdict(run)
     return {key: str(v) if isinstance(v, Path) else v for key, v in values.items()}

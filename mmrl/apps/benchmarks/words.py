@@ -1,10 +1,10 @@
-"""Holds the words that prompts in the manner of GenEval and of the OCR task are made of."""
+"""Holds the vocabulary of generated GenEval and OCR prompts."""
 
 from __future__ import annotations
 
 COUNTS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 RELATIONS = ("left of", "right of", "above", "below")
-# where the writing stands; {text} is the writing in double quotes
+# surfaces of the writing; {text} is the writing in double quotes
 SURFACES = tuple(
     "a sign that says {text}|a chalkboard menu that reads {text}|a neon sign that says {text}|"
     "a coffee mug printed with the words {text}|a book cover titled {text}|"

@@ -1,6 +1,6 @@
 """Audits a reward on the user's own data before any model is trained: ``mmrl check-reward``.
 
-Which probes are used depends on what the reward judges: ``mmrl.apps.check_reward.texts`` for texts,
+The probes depend on what the reward judges: ``mmrl.apps.check_reward.texts`` for texts,
 ``mmrl.apps.check_reward.images`` for images. A module of probes offers ``audit(subject) ->
 list[Line]`` and is named in ``PROBES``.
 """
@@ -33,8 +33,8 @@ PROBES = {
 
 @dataclass(frozen=True)
 class Subject:
-    """Holds a reward, its name, and the prompts it is tried on; each prompt has ``where``
-    (file:line, if known)."""
+    """Holds a reward, its name, and the prompts to try it on; each prompt has ``where`` (file:line,
+    if known)."""
 
     name: str
     reward: Reward
@@ -43,8 +43,7 @@ class Subject:
     bare: bool = False  # its answers are written without <answer> tags
 
     def ask(self, media: Media, prompts: Sequence[Prompt], what: str) -> Any:
-        """Return what the reward says of samples (``what``, in words). UserError where it
-        raises."""
+        """Return the reward of samples (``what``, in words). UserError if it raises."""
         try:
             return self.reward(media, list(prompts))
         except UserError:
@@ -68,7 +67,7 @@ class Offence:
 
 @dataclass(frozen=True)
 class Line:
-    """Reports one probe: what was scored, what had to hold, and which rows broke it. No offence:
+    """Reports one probe: what was scored, the rule, and the rows that broke it. No offence:
     passed."""
 
     probe: str
@@ -76,7 +75,7 @@ class Line:
     scores: list[float]  # NaN: could not be scored
     offences: list[Offence]
     applies: bool = True  # False: it does not apply here, ``rule`` says why
-    note: str = ""  # what a reader of the table should know
+    note: str = ""  # remarks for the table
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,11 @@ class Audit:
 def audit(
     path: Path, overrides: Sequence[str] = (), samples: int = 200, seed: int = 0
 ) -> list[Audit]:
-    """Audit every reward of a configuration, the measured ones of ``evaluate`` too, on ``samples``
-    of its prompts.
+    """Audit every reward of a configuration, also those of ``evaluate``, on ``samples`` of its
+    prompts.
 
     Raises:
-        UserError: the configuration cannot be read, or no probes exist for what a reward judges.
+        UserError: the configuration cannot be read, or a reward judges something without probes.
     """
     load_built_in()
     configuration = config.load(path, overrides, required=("data", "reward"))
@@ -129,7 +128,7 @@ def audit(
 
 
 def _subjects(subject: Subject) -> list[Subject]:
-    """Split a reward that sends each task to a reward of its own into these."""
+    """Split a reward with one reward per task into these."""
     if not hasattr(subject.reward, "tasks"):
         return [subject]
     return [
@@ -139,7 +138,7 @@ def _subjects(subject: Subject) -> list[Subject]:
 
 
 def audit_one(subject: Subject, policy_medium: str | None = None) -> Audit:
-    """Audit one reward; ``policy_medium`` is what the policy makes, None if that is not known."""
+    """Audit one reward; ``policy_medium``: the policy's medium, None if unknown."""
     from rewards.card import card_of
 
     media = card_of(subject.reward).media

@@ -1,7 +1,7 @@
-"""Probes rewards of videos only: pans over real pictures against clips without order in time.
+"""Probes rewards of videos: pans over real pictures against clips in random temporal order.
 
-A reward of the order of frames may reward either of two: motion (a still and a blank must score
-less) or steadiness (noise and frames out of order must).
+A reward of temporal order may reward one of two: motion (a still and a blank must score less) or
+steadiness (noise and shuffled frames must).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from samplers.noise import Rng
 
 FRAMES = 8  # frames of a clip
 SHARE = 0.8  # share of a picture's sides that one frame shows
-GAIN = 0.25  # larger than for pictures: JPEG blocks stand still while a small picture moves
+GAIN = 0.25  # larger than for pictures: JPEG blocks stay in place while a small picture moves
 MOTION = ("blank", "still")
 STEADY = ("noise", "frames out of order")
 
@@ -46,7 +46,7 @@ def panned(pictures: Tensor) -> Tensor:
 
 
 def shuffled(clips: Tensor, seed: int) -> Tensor:
-    """Put frames in one other order, neither forwards nor backwards."""
+    """Put frames in a fixed order that is neither forwards nor backwards."""
     for attempt in range(100):
         order = Rng.of(seed, f"audit frames {attempt}").permutation(clips.shape[1])
         if (order.diff().abs() > 1).sum() >= clips.shape[1] // 2:
@@ -63,7 +63,7 @@ def tried(clips: Tensor, seed: int) -> dict[str, Tensor]:
 
 
 def excused(failed: set[str]) -> tuple[str, ...]:
-    """Return the probes that a reward of motion, or one of steadiness, need not pass; none if it is
+    """Return the probes that a reward of motion, or of steadiness, need not pass; none if it is
     neither."""
     if not failed & set(MOTION):
         return STEADY
@@ -71,5 +71,5 @@ def excused(failed: set[str]) -> tuple[str, ...]:
 
 
 def wants(probe: str) -> str:
-    """Return what a reward wants, motion or steadiness, that need not pass this probe."""
+    """Return what a reward rewards, motion or steadiness, if it need not pass this probe."""
     return "motion" if probe in STEADY else "steadiness"

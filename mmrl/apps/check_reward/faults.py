@@ -1,5 +1,5 @@
-"""Makes faulty answers of a row's own ground truth, such as a reader that is not careful takes for
-right: another sign, another unit, a negation, the text of another option."""
+"""Derives wrong answers from a row's ground truth that a careless parser accepts: another sign,
+another unit, a negation, the text of another option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.core.types import Prompt
 from rewards.answers.reading import real
 from rewards.answers.verifiable import tagged
 
-FEW = 5  # a number up to this differs from its neighbour by more than any usual tolerance
+FEW = 5  # up to this, neighbouring integers differ by more than any usual tolerance
 UNITS = {"cm": "m", "m": "cm", "mm": "m", "km": "m", "kg": "g", "g": "kg", "s": "h", "min": "h"}
 UNITS |= {"%": "", "ml": "l", "l": "ml", "inches": "feet", "feet": "inches", "h": "s"}
 MARKUP = re.compile(r"[\n<|\[{\\]")  # of tables, lists, formulas
@@ -19,8 +19,8 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def faults(prompt: Prompt, right: str) -> dict[str, str]:
-    """Return wrong answers by the name of the fault. ``right``: the ground truth as it is written;
-    answers of other rows than those with one short ``answer`` have none but the cut thought."""
+    """Return wrong answers by the name of the fault. ``right``: the ground truth as written; rows
+    without one short ``answer`` get only the unclosed thought."""
     faulty = dict(_of_answer(prompt, right))
     if right.startswith("<answer>") or is_short(prompt, right):
         faulty["thought cut off"] = f"<think>It may be {right}, or"
@@ -49,7 +49,7 @@ def _of_answer(prompt: Prompt, right: str) -> Iterator[tuple[str, str]]:
 
 
 def is_short(prompt: Prompt, right: str) -> bool:
-    """Tell whether a ground truth is the row's short answer and nothing else."""
+    """Tell whether a ground truth is just the row's short answer."""
     answer = _answer(prompt)
     return answer is not None and right in (answer, tagged(answer))
 
@@ -63,8 +63,8 @@ def _answer(prompt: Prompt) -> str | None:
 
 
 def contradiction(prompt: Prompt, right: str) -> str | None:
-    """Return the right letter with the text of another option; None where options have no texts of
-    their own, or the ground truth is no single letter."""
+    """Return the right letter with the text of another option; None if options have no texts, or
+    the ground truth is not a single letter."""
     choices: Any = prompt.get("choices")
     letter = right.removeprefix("<answer>").removesuffix("</answer>").strip()
     if not isinstance(choices, list) or len(letter) != 1 or letter not in LETTERS:
@@ -78,6 +78,6 @@ def contradiction(prompt: Prompt, right: str) -> str | None:
 
 
 def in_markdown(right: str) -> str:
-    """Return an answer in bold, as models like to write it."""
+    """Return an answer in bold, as models often write it."""
     inside = right.removeprefix("<answer>").removesuffix("</answer>")
     return right.replace(inside, f"**{inside}**", 1)

@@ -1,9 +1,9 @@
 """Probes rewards of images and videos: real pictures against noise, blanks, other captions, copies,
 JPEG.
 
-Real pictures are those of the prompts (``image`` in a .jsonl file), or drawn where the prompts are
-the digits world's. A reward of videos only sees pans over them, or clips where the prompts are
-those of moving digits, and has probes of its own besides (``mmrl.apps.check_reward.clips``).
+Real pictures are those of the prompts (``image`` in a .jsonl file), or drawn if the prompts are the
+digits world's. A reward of videos only gets pans over them, or clips if the prompts are those of
+moving digits, and has further probes (``mmrl.apps.check_reward.clips``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from samplers.noise import Rng
 if TYPE_CHECKING:
     pass
 
-# tolerated difference of two scores of one picture, relative to the spread: networks round
+# tolerated rounding difference of two scores of one picture, relative to the spread
 SAME = 1e-4
 QUALITY = 90  # quality of the JPEG
 GAIN = 0.05  # how much higher a JPEG may score, in units of real minus blank
@@ -81,7 +81,7 @@ def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
     drawings of digits.
 
     Raises:
-        UserError: prompts that have none and are not the digits world's.
+        UserError: prompts without pictures that are not the digits world's.
     """
     if all("objects" in prompt for prompt in prompts):
         from mmrl.worlds.render import render
@@ -101,7 +101,7 @@ def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
 
 
 def score(subject: Subject, media: Tensor, prompts: Sequence[Prompt]) -> list[float]:
-    """Return the scores of media as numbers. Raises UserError where the reward raises."""
+    """Return the scores of media as numbers. Raises UserError if the reward raises."""
     values = subject.ask(media.contiguous(), prompts, f"{len(media)} pictures")
     scores = as_values(values, len(media), subject.name, card_of(subject.reward).of)
     return (scores.nanmean(1) if scores.ndim == 2 else scores).tolist()
@@ -120,9 +120,9 @@ def _numbers(prompts: Sequence[Prompt], scores: list[float]) -> Line:
 def _less(
     probe: str, prompts: Sequence[Prompt], scores: list[float], best: Sequence[float]
 ) -> Line:
-    """Require a mean below that of the real pictures; else the rows that score higher are the
+    """Require a mean below that of the real pictures; otherwise the rows that score higher are
     offences."""
-    # equal but for rounding is not less
+    # equal up to rounding is not less
     bad = []
     room = SAME * extent(best)
     if not mean(scores) < mean(best) - room:
@@ -137,7 +137,7 @@ def _less(
 
 
 def _either(lines: Sequence[Line]) -> list[Line]:
-    """Turn the failures of a video reward that follow from wanting motion, or steadiness, into
+    """Turn failures of a video reward that follow from rewarding motion, or steadiness, into
     remarks."""
     excused = clips.excused({line.probe for line in lines if line.offences})
     return [
@@ -162,8 +162,8 @@ def _apart(subject: Subject, media: Tensor, prompts: Sequence[Prompt], best: lis
 
 
 def _twins(subject: Subject, media: Tensor, prompts: Sequence[Prompt], best: list[float]) -> Line:
-    """Score every picture twice in one batch: a copy earns what its twin earns, and having one
-    changes nothing."""
+    """Score every picture twice in one batch: a copy must earn the same as its twin, and not change
+    it."""
     count = min(len(prompts), 16)
     double = [prompt for prompt in prompts[:count] for _ in range(2)]
     scores = score(subject, media[:count].repeat_interleave(2, 0), double)
@@ -212,7 +212,7 @@ def recompressed(media: Tensor) -> Tensor:
 
 
 def _others(prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-    """Pair rows: (row, row whose prompt it gets instead), where the two prompts differ."""
+    """Pair rows with different prompts: (row, row whose prompt it gets instead)."""
     turned = [(i, (i + 1 + len(prompts) // 2) % len(prompts)) for i in range(len(prompts))]
     return [(i, j) for i, j in turned if prompts[i].get("text") != prompts[j].get("text")]
 
@@ -222,7 +222,7 @@ def _equal(a: float, b: float, scale: Sequence[float]) -> bool:
 
 
 def extent(scores: Sequence[float]) -> float:
-    """Return how large scores are and how far they reach; 1 where there are none."""
+    """Return the magnitude and range of scores; 1 if there are none."""
     known = [s for s in scores if math.isfinite(s)]
     return max(max(known) - min(known) + abs(mean(known)), 1e-12) if known else 1.0
 

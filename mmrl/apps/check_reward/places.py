@@ -12,8 +12,8 @@ from mmrl.data.prompts import NAMES
 
 
 def named(prompts: list[Prompt], config: Config) -> list[Prompt]:
-    """Return the prompts, each with ``where``: from the data source, else found again in the files
-    it read."""
+    """Return the prompts, each with ``where``: from the data source, else searched in the files it
+    read."""
     prompts = [
         p if "where" in p or "origin" not in p else {**p, "where": p["origin"]} for p in prompts
     ]
@@ -47,14 +47,14 @@ def _files(spec: Any, folder: Path) -> list[Path]:
 
 
 def _lines(files: list[Path]) -> dict[str, list[tuple[str, Any]]]:
-    """Map text -> (file:line, record) of every line that holds it."""
+    """Map text -> (file:line, record) of every line with it."""
     places_of_text: dict[str, list[tuple[str, Any]]] = {}
     for file in files:
         for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
             try:
                 record = json.loads(line) if file.suffix != ".txt" else line.strip()
             except ValueError:
-                continue  # the data source has said so already
+                continue  # the data source has already reported it
             texts = record.values() if isinstance(record, dict) else [record]
             for text in {text.strip() for text in texts if isinstance(text, str)}:
                 places_of_text.setdefault(text, []).append((f"{file}:{number}", record))

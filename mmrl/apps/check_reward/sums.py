@@ -1,5 +1,5 @@
-"""Probes the weighted sum of a run's rewards: what each alone does right may pay the wrong answer
-together."""
+"""Probes the weighted sum of a run's rewards: rewards that are right alone may prefer a wrong
+answer in sum."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORM = "<think>\nlet me see\n</think>\n{}"
 
 @dataclass
 class Sum:
-    """Adds up rewards of texts with their weights."""
+    """Sums rewards of texts with their weights."""
 
     rewards: Mapping[str, Reward]
     weights: Mapping[str, float]
@@ -39,8 +39,8 @@ class Sum:
 def audit(
     rewards: Mapping[str, Reward], weights: Mapping[str, float], prompts: list[Prompt]
 ) -> list[Line]:
-    """Compare wrong answers in good form with right ones without it, by the weighted sum of rewards
-    of texts."""
+    """Compare wrong answers in good form with right ones in bad form, by the weighted sum of
+    rewards of texts."""
     judges = [
         name
         for name, weight in weights.items()
@@ -82,7 +82,7 @@ def _wrong(reward: Reward, prompt: Prompt) -> str:
 
 
 def applies(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> bool:
-    """Tell whether there are several rewards with a weight, all of texts and of single samples."""
+    """Tell whether there are several weighted rewards, all of texts and of single samples."""
     counted = [rewards[name] for name, weight in weights.items() if weight]
     cards = [card_of(reward) for reward in counted]
     return len(counted) > 1 and all("text" in c.media and c.of == "sample" for c in cards)

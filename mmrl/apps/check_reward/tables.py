@@ -14,12 +14,12 @@ from rich.text import Text
 from mmrl.apps.check_reward import Audit, Line, Offence
 
 SHOWN = 5  # offending rows of a probe
-WIDE = 160  # columns where the output is no terminal
+WIDE = 160  # columns if the output is not a terminal
 
 
 def print_audits(audits: Sequence[Audit]) -> bool:
     """Print all audits; return False if a rule was broken."""
-    # a file or pipe has no width that a table would have to fit
+    # a file or pipe has no width
     console = Console(width=None if sys.stdout.isatty() else WIDE)
     for audit in audits:
         console.print(_table(audit))
@@ -60,7 +60,7 @@ def _offences(line: Line) -> list[Text]:
 
 
 def described(offence: Offence, width: int = 100) -> str:
-    """Write an answer, cut, with its score."""
+    """Write an answer, truncated, with its score."""
     if math.isnan(offence.score) and not offence.answer:
         return offence.note
     answer = offence.answer if len(offence.answer) <= width else offence.answer[: width - 3] + "..."

@@ -1,5 +1,5 @@
-"""Probes rewards of texts: ground truths, none, tricks, other rows' answers, other coordinate
-spaces."""
+"""Probes rewards of texts: ground truths, empty answers, exploits, other rows' answers, other
+coordinate spaces."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rewards.answers.verifiable import Verifiable
 from rewards.answers.words import Answer, Choice, Classification
 from rewards.card import card_of
 
-CLOSE = 1e-4  # a ground truth may lose so much to rounding
-# made up; ratios that differ between x and y
+CLOSE = 1e-4  # rounding tolerance of a ground truth
+# arbitrary; different ratios in x and y
 VIEW = {"sizes": [[1000, 800]] * 16, "resized": [[512, 384]] * 16}
 
 
@@ -54,7 +54,7 @@ def audit(subject: Subject) -> list[Line]:
 
 
 def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[float]:
-    """Return the scores of texts as numbers. Raises UserError where the reward raises."""
+    """Return the scores of texts as numbers. Raises UserError if the reward raises."""
     if not texts:
         return []
     values = subject.ask(list(texts), prompts, f"{len(texts)} answers such as {texts[0][:60]!r}")
@@ -62,7 +62,7 @@ def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> 
 
 
 def ground_truths(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
-    """Return by row what a policy should write, and why the other rows have no ground truth."""
+    """Return the ideal answer of each row, and why the other rows have none."""
     write = _writer(subject)
     answers: dict[int, str] = {}
     unwritten: dict[int, str] = {}
@@ -83,7 +83,8 @@ def ground_truths(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
 
 
 def _writer(subject: Subject) -> Callable[[Prompt], str]:
-    """Return what writes ground truths: the reward, or one of ours by the row's answer or boxes."""
+    """Return the reward that writes ground truths: the reward itself, or one of mmrl's by the row's
+    answer or boxes."""
     writes: Callable[[Prompt], str] | None = getattr(subject.reward, "ground_truth", None)
     if writes is not None:
         return writes
@@ -97,8 +98,8 @@ def bare(text: str) -> str:
 
 
 def without_tags(subject: Subject, right: list[str], best: list[float]) -> Subject | None:
-    """Return the subject whose answers are written without ``<answer>`` tags, where a user's own
-    reward pays none of its ground truths in tags, and those without; else None."""
+    """Return the subject with answers without ``<answer>`` tags, if a user's reward pays ground
+    truths only without tags; else None."""
     if hasattr(subject.reward, "ground_truth") or any(s > 0 for s in best):
         return None
     prompts = [prompt for prompt in subject.prompts if _writes(subject, prompt)]
@@ -115,7 +116,7 @@ def _writes(subject: Subject, prompt: Prompt) -> bool:
 
 
 def _like_ours(subject: Subject) -> Verifiable:
-    """Return one of our rewards whose wrong answers suit a user's own reward: of boxes, or of short
+    """Return one of mmrl's rewards whose wrong answers fit a user's reward: of boxes, or of short
     answers."""
     boxed = any("boxes" in p for p in subject.prompts) and not any(
         "answer" in p for p in subject.prompts
@@ -131,8 +132,8 @@ def _written(subject: Subject, unwritten: dict[int, str]) -> Line:
 
 
 def _placed(subject: Subject) -> list[Line]:
-    """Compare boxes and points of the data with their pictures: in another space every answer earns
-    0."""
+    """Check that boxes and points of the data fit their pictures: in another space every answer
+    earns 0."""
     prompts = subject.prompts
     lines = []
     for each in points.compared(prompts, lambda row: _size(prompts[row])):
@@ -149,8 +150,7 @@ def _placed(subject: Subject) -> list[Line]:
 
 
 def _size(prompt: Prompt) -> tuple[float, float] | None:
-    """Return the size of the picture that the boxes of a prompt lie in; None where none is
-    known."""
+    """Return the size of the picture of a prompt's boxes; None if unknown."""
     pictures = prompt.get("images", prompt.get("image"))
     several = pictures if isinstance(pictures, list) else [pictures]
     index = prompt.get("image_index", 0)
@@ -189,7 +189,7 @@ def _maximum(
 
 
 def _notes(subject: Subject, texts: list[str], prompts: list[Prompt]) -> list[str]:
-    """Return how the reward read each answer, where it can say so."""
+    """Return how the reward parsed each answer, if it reports that."""
     if not hasattr(subject.reward, "verdicts"):
         return [""] * len(texts)
     return [verdict.note or verdict.status for verdict in subject.reward.verdicts(texts, prompts)]
@@ -212,8 +212,8 @@ def _twice(subject: Subject, prompts: list[Prompt], texts: list[str], scores: li
 def _probes(
     subject: Subject, prompts: list[Prompt], right: list[str]
 ) -> list[tuple[str, list[str | None], str]]:
-    """Return (name, one text a prompt or None, rule) of every answer that should not pay."""
-    # judges form or length: much is as good as a ground truth
+    """Return (name, one text per prompt or None, rule) of every answer that should not pay."""
+    # form and length rewards: many texts are as good as a ground truth
     shaping = getattr(subject.reward, "shaping", False)
     rule = "not more" if shaping else "less"
     probes: list[tuple[str, list[str | None], str]] = [
@@ -250,7 +250,7 @@ def _contradicted(prompt: Prompt, right: str) -> dict[str, str]:
 
 
 def _markdown(subject: Subject, prompts: list[Prompt], right: list[str], best: list[float]) -> Line:
-    """Write short ground truths in bold: one of our rewards reads what a reader would."""
+    """Write short ground truths in bold, which mmrl's rewards accept."""
     rows = [i for i, prompt in enumerate(prompts) if faults.is_short(prompt, right[i])]
     reads = isinstance(_inner(subject.reward), (Answer, Choice)) and bool(rows)
     probe, rule = "ground truth in Markdown", "scores the same"
@@ -279,7 +279,7 @@ def _below(
     best: list[float],
 ) -> Line:
     """Check a probe's scores; ``rule``: "less" and "not more" hold row by row; "less on average"
-    also forbids a row to be better."""
+    also allows no row to be better."""
     if not scores:
         return Line(probe, rule, scores, [], applies=False)
     bad = [
@@ -302,7 +302,7 @@ def mean(scores: Sequence[float]) -> float:
 
 
 def _spaces(subject: Subject, prompts: list[Prompt], best: list[float]) -> Line:
-    """Write the ground truth as models of the four coordinate conventions would."""
+    """Write the ground truth in the four coordinate conventions of models."""
     probe = "ground truth in other coordinate spaces"
     rule = "scores the same"
     if not getattr(subject.reward, "spatial", False):
@@ -340,7 +340,7 @@ def _sizes(prompt: Prompt) -> dict[str, Any]:
 
 
 def in_range(subject: Subject, tried: Sequence[Sequence[float]]) -> Line:
-    """Probe whether all that was scored is in the range that the reward's card declares."""
+    """Probe whether all scores are in the range declared on the reward's card."""
     about = card_of(subject.reward)
     scores = [s for scores in tried for s in scores]
     low = -math.inf if about.low is None else about.low

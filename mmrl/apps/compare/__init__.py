@@ -1,1 +1,1 @@
-"""Compares configurations: trains each with several seeds at one budget, says what differs."""
+"""Compares configurations: trains each with several seeds at one budget, reports differences."""

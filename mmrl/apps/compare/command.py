@@ -27,8 +27,8 @@ class Request:
 def compare(words: Sequence[str], request: Request) -> tuple[Path, list[str]]:
     """Train, evaluate and compare. Returns the page and the verdict.
 
-    What an earlier call with the same folder finished is not done again. Raises UserError for
-    everything a user can mend, most of it before the first run.
+    Runs finished by an earlier call with the same folder are reused. Raises UserError for
+    everything a user can fix, mostly before the first run.
     """
     page.check_folder(request.folder)
     settings = settings_of(words, request.vary, request.sweep)

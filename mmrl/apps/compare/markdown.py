@@ -1,16 +1,15 @@
-"""Writes a comparison as markdown, for a repository: what decides, costs, and how to repeat it."""
+"""Writes a comparison as markdown, for a repository: the verdict, costs, and how to repeat it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-Content = Mapping[str, Any]  # what compare.json holds
+Content = Mapping[str, Any]  # content of compare.json
 
 
 def page(content: Content) -> str:
-    """Return the page. Labels and prompts are the user's, so their special characters are
-    escaped."""
+    """Return the page. Labels and prompts come from the user, so special characters are escaped."""
     budget = ", ".join(f"{limit:g} {name}" for name, limit in content["budget"].items())
     prompts = len(content["prompts"]["test"])
     lines = [
@@ -33,7 +32,7 @@ def page(content: Content) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape what markdown or HTML would read."""
+    """Escape markdown and HTML."""
     return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in " ".join(str(text).split()))
 
 

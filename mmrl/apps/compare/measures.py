@@ -1,4 +1,4 @@
-"""Reads what the runs of a comparison scored, and computes intervals, tests and verdicts."""
+"""Reads the scores of a comparison's runs, and computes intervals, tests and verdicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmrl.apps.compare.settings import Setting
 from mmrl.core.errors import UserError
 from mmrl.core.statistics import Interval, Table, holm, is_binary, paired
 
-TOTAL = "reward"  # the weighted sum that is trained on
+TOTAL = "reward"  # the trained weighted sum
 DIVERSITY = "diversity"
 JUDGE = "not trained on"
 ALPHA = 0.05
@@ -46,7 +46,7 @@ class Comparison:
 
     @property
     def shown(self) -> int:
-        """Return 1 or -1 where a difference is shown, by interval and correction, else 0."""
+        """Return 1 or -1 if a difference is significant, by interval and correction, else 0."""
         if self.holm >= ALPHA or self.difference.low <= 0 <= self.difference.high:
             return 0
         return 1 if self.difference.mean > 0 else -1
@@ -56,7 +56,7 @@ class Comparison:
 
 
 def read_scores(jobs: Sequence[Job], split: str) -> dict[str, Measured]:
-    """Read the scores of every setting, by label. Raises UserError where they cannot be paired."""
+    """Read the scores of every setting, by label. Raises UserError if they cannot be paired."""
     files: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:
         text = job.scores(split).read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ def _rows(runs: Sequence[Mapping[str, Any]], model: str) -> list[Mapping[str, An
 
 
 def _samples(runs: Sequence[Mapping[str, Any]], model: str) -> dict[str, Table]:
-    """Return what every sample scored, name -> [S, P, copies], their weighted sum first."""
+    """Return the scores of every sample, name -> [S, P, copies], their weighted sum first."""
     rows = _rows(runs, model)
     samples = {
         name: np.array([row["rewards"][name] for row in rows], dtype=np.float64)
@@ -114,15 +114,14 @@ def _tables(
 
 
 def _means(scores: Table) -> Table:
-    """Average over the samples of a prompt, the last axis, that could be scored; NaN where none
-    could."""
+    """Average over the scored samples of a prompt, the last axis; NaN if there are none."""
     counts = np.isfinite(scores).sum(-1)
     return np.where(counts, np.nansum(scores, -1) / np.maximum(counts, 1), np.nan)
 
 
 def measures_of(plan: Plan, measured: Mapping[str, Measured]) -> list[str]:
-    """List the measures that all settings have, the one that decides first; the sum is left out
-    where it is one reward."""
+    """List the measures that all settings have, the primary one first; the sum is left out if it is
+    a single reward."""
     tables = [scores.trained for scores in measured.values()]
     names = [*plan.compared, DIVERSITY]
     shared = [name for name in names if all(name in table for table in tables)]
@@ -137,7 +136,7 @@ def _alike(tables: Sequence[Mapping[str, Table]], name: str, other: str) -> bool
 
 
 def chosen(plan: Plan, development: Mapping[str, Measured]) -> dict[int, Setting]:
-    """Choose the setting of every arm that scores best on the development prompts."""
+    """Choose the best setting of every arm on the development prompts."""
     best: dict[int, Setting] = {}
     for setting in plan.settings:
         score = _score(development, setting, plan.primary)
@@ -152,8 +151,8 @@ def _score(development: Mapping[str, Measured], setting: Setting, measure: str) 
 
 
 def pairs(plan: Plan, best: Mapping[int, Setting]) -> list[tuple[str, str]]:
-    """List (candidate, baseline): the first configuration is the baseline of the others. Of one
-    configuration with a sweep the chosen setting is compared with every other one."""
+    """List (candidate, baseline): the first configuration is the baseline of the others. For one
+    configuration with a sweep, the chosen setting is compared with every other one."""
     if len(best) > 1:
         first, *candidates = (best[arm].label for arm in sorted(best))
         return [(candidate, first) for candidate in candidates]
@@ -184,8 +183,8 @@ def compare(
 
 
 def verdict(plan: Plan, comparisons: Sequence[Comparison]) -> list[str]:
-    """Say what the intervals show, and no more. The measure that decides comes first; others are
-    named where a difference is shown."""
+    """State what the intervals show. The primary measure comes first; others are named if a
+    difference is significant."""
     sentences = []
     deciding = [c for c in comparisons if c.measure == plan.primary]
     for comparison in deciding:
@@ -203,7 +202,7 @@ def verdict(plan: Plan, comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def sentence(comparison: Comparison, count: int) -> str:
-    """Say in one sentence whether a difference is shown, and how large it may be."""
+    """State in one sentence whether a difference is significant, and how large it may be."""
     difference = comparison.difference
     name = f"held-out {comparison.measure}"
     bounds = (
@@ -230,7 +229,7 @@ def sentence(comparison: Comparison, count: int) -> str:
 
 
 def _aside(plan: Plan, deciding: Comparison, other: Comparison) -> str:
-    """Say that another measure differs too, and where it contradicts the one that decides."""
+    """State that another measure also differs, and if it contradicts the primary one."""
     word = "higher" if other.shown > 0 else "lower"
     kind = ", which was not trained on," if kind_of(plan, other.measure) == JUDGE else ""
     but = "But its" if deciding.shown * other.shown < 0 else "Its"
@@ -239,7 +238,7 @@ def _aside(plan: Plan, deciding: Comparison, other: Comparison) -> str:
 
 
 def kind_of(plan: Plan, measure: str) -> str:
-    """Say whether a measure is a reward that settings were trained on."""
+    """Describe whether a measure is a reward that settings were trained on."""
     if measure == DIVERSITY:
         return "mean distance of two samples"
     return "trained on" if measure in (TOTAL, *plan.trained_on) else JUDGE

@@ -28,14 +28,14 @@ from mmrl.monitoring.report.pictures import Film, Tile, compare, data_uri, save_
 from mmrl.monitoring.report.runs import Run, read_run
 from mmrl.monitoring.report.templates import environment
 
-AXES = {  # what a curve is drawn over -> metric of an iteration that is added up
+AXES = {  # x-axis of a curve -> metric of an iteration that is summed
     "samples": "samples/total",
     "forwards": "forwards",
     "seconds": "seconds",
     "CPU seconds": "cpu_seconds",
 }
 MOST_POINTS = 400  # of a curve
-MOST_CURVES = 6  # colours there are
+MOST_CURVES = 6  # number of colours
 PICTURES = 8
 
 
@@ -82,7 +82,7 @@ def write(
 
 
 def commits_of(jobs: Sequence[Job]) -> list[str]:
-    """List the commits at which the runs were made, as each wrote it down."""
+    """List the commits that the runs recorded."""
     named = set()
     for job in jobs:
         try:
@@ -112,7 +112,7 @@ def means(measured: Mapping[str, Measured], measures: Sequence[str]) -> dict[str
 
 
 def costs(runs: Sequence[Run]) -> dict[str, Any]:
-    """Sum what training took, as means over the seeds, and say what ended it."""
+    """Sum the cost of training, as means over the seeds, and say what ended it."""
     sums = {
         name: [sum(value or 0.0 for value in run.column(key)) for run in runs]
         for name, key in {**COSTS, "seconds": "seconds"}.items()
@@ -129,8 +129,8 @@ def costs(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def curves(runs: Mapping[str, Sequence[Run]], key: str) -> dict[str, Any]:
-    """Return by label the training reward over what was spent: x, mean and standard deviation over
-    the seeds, as far as all seeds went."""
+    """Return by label the training reward over the budget: x, mean and standard deviation over the
+    seeds, up to the shortest seed."""
     drawn = {}
     for label, seeds in runs.items():
         length = min(len(run.metrics) for run in seeds)
@@ -150,7 +150,7 @@ def _numbers(run: Run, key: str, missing: float = 0.0) -> list[float]:
 
 
 def charts(content: Mapping[str, Any]) -> list[Chart]:
-    """Draw the curves; settings beyond the colours there are have none."""
+    """Draw the curves; settings beyond the number of colours have none."""
     drawn = []
     for axis, by_label in content["curves"].items():
         series = [
@@ -163,7 +163,7 @@ def charts(content: Mapping[str, Any]) -> list[Chart]:
 
 def before_after(runs: Mapping[str, Sequence[Run]]) -> Tile | None:
     """Draw the same prompts and noise by the base and by every trained model of the first seed;
-    None where the models make no pictures."""
+    None if the models make no pictures."""
     rows: dict[str, list[Tile]] = {}
     captions: list[str] = []
     for label, (first, *_) in runs.items():
@@ -191,6 +191,6 @@ def render(content: Mapping[str, Any], picture: Tile | None) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError where the folder cannot take a comparison."""
+    """Raise UserError if the folder cannot be used for a comparison."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file; name a folder")

@@ -14,25 +14,25 @@ from mmrl.core.registry import DATA
 from mmrl.data.prompts import development_and_test
 from mmrl.experiment.build import classes, read, rewarded, short_names
 
-EVALUATED = ("prompts", "num_samples", "seed", "split")  # of evaluate:, the same for all
+EVALUATED = ("prompts", "num_samples", "seed", "split")  # options of evaluate:, the same for all
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds everything that is trained: every setting with every seed."""
+    """Holds all runs: every setting with every seed."""
 
     settings: list[Setting]
     seeds: tuple[int, ...]
     budget: dict[str, float]
     primary: str  # the measure that the verdict is about
-    trained_on: list[str]  # measures that are rewards of the training
+    trained_on: list[str]  # measures that are training rewards
     compared: list[str]  # measures that all settings have
-    note: str = ""  # why the primary measure is another one than the trained reward
+    note: str = ""  # why the primary measure is not the trained reward
 
 
 def plan(settings: list[Setting], seeds: int, budget: dict[str, float]) -> Plan:
-    """Check every run as ``mmrl train`` would before it builds a model, that all are evaluated
-    alike, and choose what the verdict is about."""
+    """Check every run as ``mmrl train`` does before it builds a model, and that all are evaluated
+    alike; choose the primary measure."""
     configurations = [
         read(find_config(s.config), overrides_of(s, budget, seed=0)) for s in settings
     ]

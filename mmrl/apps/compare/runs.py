@@ -1,5 +1,5 @@
-"""Trains and evaluates the runs of a comparison, each a process of its own, and takes them up again
-where an earlier call left off."""
+"""Trains and evaluates the runs of a comparison, each in its own process, and continues where an
+earlier call stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mmrl.experiment import checkpoint
 from mmrl.experiment.build import read
 from mmrl.experiment.lifecycle import is_finished
 
-REQUEST = "request.yaml"  # what a run was asked to be, beside its folder
+REQUEST = "request.yaml"  # the request of a run, next to its folder
 COMMAND = (sys.executable, "-m", "mmrl")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -52,7 +52,7 @@ class Job:
         return self.place / f"{split}.json"
 
     def words(self) -> list[str]:
-        """Return the words of ``mmrl`` that train it, from where it is."""
+        """Return the arguments of ``mmrl`` that train or resume it."""
         if checkpoint.latest(self.run / "checkpoints") is not None:
             return ["train", "--resume", str(self.run)]
         return ["train", self.setting.config, *self.overrides, f"run={self.run}"]
@@ -63,7 +63,7 @@ class Job:
 
 def jobs_of(plan: Plan, folder: Path) -> list[Job]:
     """List the runs, seed by seed, so that a comparison that is stopped early has all settings of
-    its first seeds. Raises UserError where the folder holds runs of other settings."""
+    its first seeds. Raises UserError if the folder holds runs of other settings."""
     jobs = []
     for seed in plan.seeds:
         for setting in plan.settings:
@@ -75,7 +75,7 @@ def jobs_of(plan: Plan, folder: Path) -> list[Job]:
 
 
 def _request(job: Job) -> None:
-    """Note what a run is asked to be, and compare that with what it was asked before."""
+    """Record the request of a run, and compare it with an earlier one."""
     configuration = read(find_config(job.setting.config), job.overrides)
     text = config.dump(configuration)
     path = job.place / REQUEST
@@ -100,7 +100,7 @@ def _changed(before: Any, after: Any, path: str = "") -> Iterator[str]:
 
 @dataclass
 class Workers:
-    """Runs jobs side by side, at most ``count`` at a time, one thread each."""
+    """Runs jobs in parallel, at most ``count`` at a time, one thread each."""
 
     count: int
     processes: set[subprocess.Popen[bytes]] = field(default_factory=set)
@@ -108,20 +108,20 @@ class Workers:
     stopped: bool = False
 
     def finish(self, jobs: Sequence[Job], splits: Sequence[str]) -> None:
-        """Train and evaluate what is not done yet. Raises UserError naming the runs that failed,
-        after all others are through."""
+        """Train and evaluate unfinished runs. Raises UserError naming the runs that failed, after
+        all others have finished."""
         with ThreadPoolExecutor(self.count) as pool, self._interruptible():
             problems = [p for p in pool.map(lambda job: self._finish(job, splits), jobs) if p]
         if self.stopped:
             raise KeyboardInterrupt
         if problems:
             raise UserError(
-                f"{len(problems)} of {len(jobs)} runs failed; mend this and type the command "
-                "again, which goes on from here:\n" + "\n".join(problems)
+                f"{len(problems)} of {len(jobs)} runs failed; fix this and repeat the command, "
+                "which continues from here:\n" + "\n".join(problems)
             )
 
     def _finish(self, job: Job, splits: Sequence[str]) -> str:
-        """Bring one run to its end; return what is wrong, or nothing."""
+        """Finish one run; return what went wrong, or nothing."""
         if not job.is_trained():
             if job.run.is_dir() and checkpoint.latest(job.run / "checkpoints") is None:
                 shutil.rmtree(job.run)  # stopped before anything was saved
@@ -149,7 +149,7 @@ class Workers:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=os.environ | ONE_THREAD,
-                    start_new_session=True,  # a Ctrl-C reaches it once, from here
+                    start_new_session=True,  # a Ctrl-C reaches it only once, from here
                 )
                 self.processes.add(process)
             status = process.wait()
@@ -160,7 +160,7 @@ class Workers:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """On Ctrl-C or SIGTERM let every run finish its iteration and save, and start no other."""
+        """On Ctrl-C or SIGTERM let every run finish its iteration and save, and start no more."""
 
         def handle(number: int, _: object) -> None:
             self.stopped = True

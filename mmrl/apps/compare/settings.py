@@ -1,5 +1,5 @@
-"""Reads the words of ``mmrl compare``: configurations, what is changed in each, and the budget of
-a run."""
+"""Parses the arguments of ``mmrl compare``: configurations, their changes, and the budget of a
+run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mmrl.core.paths import find_config
 
 KEY = r"[A-Za-z_][\w.:/-]*="
 PLUS = re.compile(rf"\+(?={KEY})")  # between a configuration and its changes
-LABEL = "label="  # among the changes of a configuration: what the page calls it
-UNLIMITED = 1_000_000  # iterations, where the budget ends a run
+LABEL = "label="  # among the changes of a configuration: its label
+UNLIMITED = 1_000_000  # iterations, if the budget ends a run
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Describes one configuration with its changes. ``arm`` numbers those that are compared:
-    settings of one arm differ by what is swept."""
+    """Describes one configuration with its changes. ``arm``: index of what is compared: settings of
+    one arm differ only by the sweep."""
 
     label: str
     config: str  # a file or a shipped name
@@ -43,9 +43,9 @@ def settings_of(
     words: Sequence[str], vary: Sequence[str] = (), sweep: Sequence[str] = ()
 ) -> list[Setting]:
     """Read configurations ``name+key=value+...`` and overrides for all of them, ``key=value``, from
-    the words of the command line. ``vary``: changes that make a further configuration each.
-    ``sweep``: ``key=v1,v2``, a grid for each configuration. A change ``label=GSPO`` is the name
-    that the page gives its configuration."""
+    the command line. ``vary``: changes that define a further configuration each. ``sweep``:
+    ``key=v1,v2``, a grid for each configuration. A change ``label=GSPO`` names its
+    configuration."""
     shared = tuple(word for word in words if re.match(KEY, word))
     specs = [tuple(PLUS.split(word)) for word in words if word not in shared]
     if vary and len(specs) != 1:
@@ -75,7 +75,7 @@ def settings_of(
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Leave folders away where the file's name says which it is."""
+    """Drop folders if the file name is unambiguous."""
     stems = [Path(name).stem for name in names]
     full = {stem: {n for n, s in zip(names, stems, strict=True) if s == stem} for stem in stems}
     return [s if len(full[s]) == 1 else n for n, s in zip(names, stems, strict=True)]
@@ -126,8 +126,8 @@ def budget_of(texts: Sequence[str]) -> dict[str, float]:
 
 
 def overrides_of(setting: Setting, budget: Mapping[str, float], seed: int) -> list[str]:
-    """List the overrides of one run. With a budget other than iterations these are no limit,
-    unless the configuration's learning rate falls towards their end or a change names them."""
+    """List the overrides of one run. With another budget than iterations, these are not a limit,
+    unless the learning rate decays towards their end or a change sets them."""
     limits = {name: limit for name, limit in budget.items() if name != "iterations"}
     texts = [f"{key}: {value:.17g}" for key, value in limits.items()]
     overrides = [*setting.changes, f"train.seed={seed}", "evaluate.split=development"]

@@ -1,9 +1,9 @@
-"""Makes models that write tokens on the meta device, of the sizes that their authors publish.
+"""Builds token models on the meta device, in their published sizes.
 
 Sizes: Chen et al. 2025 (Janus-Pro, table 1), Nie et al. 2025 (LLaDA, table 1), Yang et al. 2025
 (MMaDA), Patil et al. 2024 (aMUSEd), Sun et al. 2024 (LlamaGen, table 1), Tian et al. 2024 (VAR),
-Zhu et al. 2025 (InternVL3), the defaults that transformers' configurations name a checkpoint for,
-and the config files beside their weights (LLaDA2.0: in its authors' repository dFactory).
+Zhu et al. 2025 (InternVL3), checkpoints named in the defaults of transformers' configurations, and
+the config files of their weights (LLaDA2.0: in its authors' repository dFactory).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _janus(width: int, layers: int, heads: int, feed: int) -> nn.Module:
 
 
 def _llada(vocab: int) -> nn.Module:
-    """Make LLaDA's layers: those of a Llama, which look both ways."""
+    """Build LLaDA's layers: those of a Llama, with bidirectional attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     net: nn.Module = LlamaForCausalLM(
@@ -61,7 +61,7 @@ def _llada(vocab: int) -> nn.Module:
 
 
 def _fuse(attention: Any) -> None:
-    """Let one layer compute queries, keys and values, as LLaDA2's code does."""
+    """Fuse queries, keys and values into one layer, as in LLaDA2's code."""
     names = ("q_proj", "k_proj", "v_proj")
     sizes = [getattr(attention, name).out_features for name in names]
     width = attention.q_proj.in_features
@@ -80,8 +80,8 @@ def _fuse(attention: Any) -> None:
 
 
 def _llada2(layers: int, width: int, heads: int, feed: int, expert: int) -> nn.Module:
-    """Make LLaDA2's layers: those of a GLM-4.5, whose experts are chosen in the same way, but for
-    the fused projections."""
+    """Build LLaDA2's layers: those of a GLM-4.5, with the same expert routing, except for the fused
+    projections."""
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
     config = Glm4MoeConfig(
@@ -124,8 +124,8 @@ def _internvl() -> nn.Module:
 
 
 def _qwen3_5_moe() -> nn.Module:
-    """Make Qwen3.5-35B-A3B, of which transformers' defaults are the sizes, but for the width that
-    its vision tower hands over."""
+    """Build Qwen3.5-35B-A3B, with transformers' default sizes, except for the output width of its
+    vision tower."""
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
     config = Qwen3_5MoeConfig(vision_config={"out_hidden_size": 2048})
@@ -174,7 +174,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def on_meta(path: str) -> nn.Module | None:
-    """Make a known model without memory for its weights; None if it is not known."""
+    """Build a known model without memory for its weights; None if unknown."""
     make = MODELS.get(path)
     if make is None:
         return None
@@ -183,8 +183,8 @@ def on_meta(path: str) -> nn.Module | None:
 
 
 def of_folder(folder: Path, entry: Any) -> nn.Module | None:
-    """Make the network of a local folder of transformers' from its config file alone; None if its
-    config is of another library or of newer code."""
+    """Build the network of a local transformers folder from its config file; None if its config is
+    of another library or a newer version."""
     import transformers
 
     from mmrl.policies.vlm.policy import VLM

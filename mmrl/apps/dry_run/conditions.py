@@ -1,5 +1,5 @@
-"""Says what shape the conditions of every family in diffusers' format have, so that a network can
-be rehearsed without text encoders and tokenizers."""
+"""Defines the shapes of conditions of every family in diffusers' format, so that a network can be
+measured without text encoders and tokenizers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.zoo.models.diffusion.image_editing import EditPolicy
 
 CLIP_WORDS = 77
-T5_WORDS = 256  # of Stable Diffusion 3, beside those of CLIP
+T5_WORDS = 256  # of Stable Diffusion 3, in addition to CLIP's
 IMAGE_WORDS = 257  # of CLIP's vision tower at 224 pixels
 # of HunyuanVideo's image to video: LLaVA has 576 tokens an image, of which every 4th or 2nd stays
 LLAVA_WORDS = 576
 
 
 def conditions(policy: FolderPolicy, prompts: int, fakes: Fakes) -> dict[str, Any]:
-    """Make the conditions [P, *] that ``policy.encode`` would return, masks real and all the rest
+    """Build the conditions [P, *] of ``policy.encode``, with real masks and everything else
     fake."""
     config: Any = policy.config
     widths = (
@@ -67,7 +67,7 @@ def _words(policy: Any) -> int:
 
 
 def _longest(policy: Any, tokenizer: str, usual: int) -> int:
-    """Return the most tokens that a folder's tokenizer makes; the usual number without one."""
+    """Return the maximum tokens of a folder's tokenizer; the default without one."""
     file = Path(policy.place) / tokenizer / "tokenizer_config.json"
     if not file.is_file():
         return usual
@@ -75,7 +75,7 @@ def _longest(policy: Any, tokenizer: str, usual: int) -> int:
 
 
 def _pictures(policy: Any, prompts: int, fakes: Fakes) -> dict[str, Tensor]:
-    """Make the latents of an image to edit or to begin with."""
+    """Build the latents of an image to edit, or of a first frame."""
     channels, *sides = policy.shape
     if isinstance(policy, EditPolicy):
         factor = policy.size[0] // policy.shape[-2]

@@ -1,5 +1,5 @@
-"""Implements ``mmrl train CONFIG --dry-run``, which reports a run without its weights: shapes,
-batches, forwards. ``mmrl.apps.dry_run.estimate`` adds its memory, by a pass at true size."""
+"""Implements ``mmrl train CONFIG --dry-run``, which describes a run without its weights: shapes,
+batches, forward passes. ``mmrl.apps.dry_run.estimate`` adds its memory, by a pass at true size."""
 
 from __future__ import annotations
 
@@ -38,41 +38,41 @@ from samplers.windows import FIXED
 
 @dataclass(frozen=True)
 class Report:
-    """Holds what is known of a run without a pass of its network. None is unknown, and ``unknown``
-    says why."""
+    """Holds what is known about a run without a pass of its network. None is unknown, and
+    ``unknown`` says why."""
 
     configuration: configs.Config
-    resolved: Resolved  # the policy, or the family that stands in for it
+    resolved: Resolved  # the policy, or the family that replaces it
     policy: str
     path: str
     plan: Plan
     train: TrainOptions
     options: dict[str, Any] = field(default_factory=dict)  # of ``resolved``, converted
     shape: tuple[int, ...] | None = None  # of one sample's latents
-    tokens: int | None = None  # the most of an answer
+    tokens: int | None = None  # maximum of an answer
     steps: int | None = None  # of the sampler
-    noisy: int | None = None  # of them, those with noise in the first iteration
-    network_rows: float = 1  # rows of the network for one sample; guidance mostly takes two
+    noisy: int | None = None  # of them, stochastic ones in the first iteration
+    network_rows: float = 1  # rows of the network per sample; guidance mostly takes two
     counted: Counted | None = None  # forwards of an iteration
-    # optimizer steps of a snapshot that learns, before each of the policy's; 0: none learns
+    # optimizer steps of a trained snapshot, before each of the policy's; 0: none is trained
     critic_steps: int = 0
-    critic_beside: bool = False  # decisions are trained on as well
+    critic_beside: bool = False  # decisions are also trained on
     stored: int = 0  # bytes of the visited latents of one process
     offload: bool = False
     encoders: int = 0  # bytes of text and image encoders, as far as they are known
-    placement: str = "offload"  # of them, after use
+    placement: str = "offload"  # of them, kept after use
     unknown: tuple[str, ...] = ()
-    account: tuple[str, ...] = ()  # what was read of the data
-    cut_prompts: tuple[str, ...] = ()  # what text encoders do not read of the prompts
-    call_defaults: str = ""  # what a replayed pipeline's call says without having been asked
-    stand_in: str = ""  # the family that is looked at in place of a replayed pipeline
-    stage: Callable[[], Stage] | None = None  # makes the model on fakes; None: it is not known
+    account: tuple[str, ...] = ()  # statistics of the data
+    cut_prompts: tuple[str, ...] = ()  # truncation of prompts by text encoders
+    call_defaults: str = ""  # defaults of a replayed pipeline's call
+    stand_in: str = ""  # the family measured instead of a replayed pipeline
+    stage: Callable[[], Stage] | None = None  # builds the model on fake tensors; None: unknown
     # of a replayed pipeline without a family, whose passes are needed to count others
     rehearsed: Rehearsed | None = None
 
 
 def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Report:
-    """Check a configuration and report what its run needs. Raises UserError as training would."""
+    """Check a configuration and report what its run needs. Raises UserError as training does."""
     configuration = read(path, overrides, processes)
     check_trackers(configuration)
     train = configuration.section("train", TrainOptions)
@@ -104,7 +104,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
 
 
 def _cut_prompts(resolved: Resolved, source: Any) -> tuple[str, ...]:
-    """Say what the text encoders of a local folder do not read of the data's prompts."""
+    """Report how the text encoders of a local folder truncate the data's prompts."""
     place = folder_of(str(resolved.options.get("path", "")))
     of_diffusers = resolved.entry is AnyPipeline or (
         isinstance(resolved.entry, type) and issubclass(resolved.entry, FolderPolicy)
@@ -149,7 +149,7 @@ def _encoder_bytes(report: Report, parameters: int | None) -> int:
 
 
 def _sampled(report: Report, policy: FlowPolicy) -> Report:
-    """Report what a sampler does in an iteration, and what of its paths is kept."""
+    """Report a sampler's work in an iteration, and which states of its paths are stored."""
     plan = planned(policy, report.train.group_size, FIXED)
     shape = policy.shape
     objective = report.configuration.build("objective", OBJECTIVES)
@@ -172,21 +172,19 @@ def _sampled(report: Report, policy: FlowPolicy) -> Report:
 
 
 def _of_pipeline(report: Report, place: Path) -> Report:
-    """Report on a pipeline that no family is written for; where its code cannot do without numbers,
-    on its batches alone."""
+    """Report on a pipeline without a family; only on its batches if its code needs real values."""
     try:
         return _of_replay(report, place)
     except UserError:
         raise
-    except Exception as error:  # its code may look at numbers in any way, and fail with anything
+    except Exception as error:  # its code may use values in any way, and raise anything
         lines = str(error).strip().splitlines() or [type(error).__name__]
         why = f"passes of the network and memory: on fake weights {lines[0]}"
         return replace(_of_others(report), unknown=(why,))
 
 
 def _of_replay(report: Report, place: Path) -> Report:
-    """Report on a pipeline that no family is written for, by a pass of its own code on fake
-    weights."""
+    """Report on a pipeline without a family, by a pass of its own code on fake weights."""
     try:
         stage = replays.replayed(place, report.options, report.train, report.plan.micro_batch)
         rehearsed = rehearse(stage, decode=False)
@@ -212,7 +210,7 @@ def _of_replay(report: Report, place: Path) -> Report:
 
 
 def learners(report: Report) -> int:
-    """Count the optimizers of a run: the policy's, and that of a snapshot that learns."""
+    """Count the optimizers of a run: the policy's, and that of a trained snapshot."""
     return 2 if report.critic_steps else 1
 
 
@@ -229,7 +227,7 @@ def _why(path: str) -> str:
 
 
 def _of_others(report: Report) -> Report:
-    """Report on models that write tokens, whose passes of an iteration follow from its rows."""
+    """Report on token models, whose passes per iteration follow from its rows."""
     train, plan, options = report.train, report.plan, report.options
     entry: Any = report.resolved.entry
     snapshots = kept_snapshots(report.configuration.build("objective", OBJECTIVES), train)

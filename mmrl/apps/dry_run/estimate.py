@@ -1,5 +1,5 @@
-"""Turns what a rehearsal measured into the memory of a device and, on named cards, an iteration's
-bytes that travel, seconds, and the share of the cards' arithmetic that is used (MFU)."""
+"""Converts a rehearsal's measurements to the memory of a device and, on named cards, an iteration's
+communication, seconds and MFU."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import OPTIMIZERS
 from mmrl.policies.image_tokens.network import ImageNet
 
-USABLE = 0.92  # of a card's memory: the driver, NCCL and fragments have the rest
-PARTS = ("parameters", "gradients", "optimizer", "snapshots")  # what sharding shares out
+USABLE = 0.92  # usable share of a card's memory: the rest is for the driver, NCCL and fragmentation
+PARTS = ("parameters", "gradients", "optimizer", "snapshots")  # the parts that sharding divides
 
 
 @dataclass(frozen=True)
 class Run:
-    """Holds a configuration's report and what was measured of it at one width of passes."""
+    """Holds a configuration's report and its measurements at one batch size of passes."""
 
     report: Report
     measured: Rehearsed
-    optimizer_bytes: float  # of a trained number
+    optimizer_bytes: float  # bytes per trained parameter
     checkpointing: bool
-    answer_tokens: int  # that are written one after another; 0: none
-    passes_to_sample: int  # forwards of a row in sampling, unless it writes token after token
-    adamw: str | None = None  # options of the optimizer as YAML, where it is AdamW
+    answer_tokens: int  # tokens that are generated one by one; 0: none
+    passes_to_sample: int  # forward passes of a row in sampling, unless autoregressive
+    adamw: str | None = None  # options of the optimizer as YAML, if it is AdamW
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Estimate:
     sharded: bool
     memory: dict[str, float]  # in an update
     moments: dict[str, float]  # bytes of an update, of decoding samples, of encoding prompts
-    gathered: float  # bytes of weights that arrive
-    reduced: float  # bytes of gradients that are sent
-    flops: float  # of all devices, without what checkpointing computes again
-    seconds: dict[str, float]  # rollout, update, communication that nothing hides
+    gathered: float  # bytes of received weights
+    reduced: float  # bytes of sent gradients
+    flops: float  # of all devices, without recomputation by checkpointing
+    seconds: dict[str, float]  # rollout, update, communication that is not overlapped
     samples_per_second: float
 
     @property
@@ -62,7 +62,7 @@ class Estimate:
 
     @property
     def fullest(self) -> str:
-        """Name the moment with the most bytes."""
+        """Return the moment with the most bytes."""
         return max(self.moments, key=lambda name: self.moments[name])
 
     @property
@@ -75,13 +75,13 @@ class Estimate:
 
 
 def measure(path: Any, overrides: Any, processes: int) -> Run:
-    """Rehearse a configuration: its report, and one pass at true size. UserError where the
+    """Rehearse a configuration: its report, and one pass at true size. UserError if the
     architecture is unknown."""
     return measured(dry_run(path, overrides, processes))
 
 
 def measured(report: Report, decode: bool = True) -> Run:
-    """Rehearse what a report describes. decode: decoding a sample too. Raises UserError."""
+    """Rehearse what a report describes. decode: also decoding a sample. Raises UserError."""
     if report.stage is None:
         raise UserError(f"--devices: unknown: {report.unknown[-1]}; or leave --devices out")
     options = report.options
@@ -99,8 +99,8 @@ def measured(report: Report, decode: bool = True) -> Run:
 
 
 def _rehearsed(report: Report, decode: bool) -> tuple[Rehearsed, int, bool]:
-    """Return (a pass, tokens of a sample, whether a network of image tokens writes many of them at
-    once)."""
+    """Return (a pass, tokens of a sample, whether a network of image tokens predicts many of them
+    at once)."""
     assert report.stage is not None
     try:
         stage = report.stage()
@@ -117,8 +117,8 @@ def _rehearsed(report: Report, decode: bool) -> tuple[Rehearsed, int, bool]:
 
 
 def optimizer_bytes(report: Report) -> float:
-    """Measure the bytes that the optimizer keeps for a trained number, on a small real matrix;
-    what learns beside the policy keeps as many of its own."""
+    """Measure the optimizer's bytes per trained parameter, on a small real matrix; a trained
+    snapshot needs the same again."""
     weight = nn.Parameter(torch.zeros(256, 256))
     optimizer = report.configuration.build("optimizer", OPTIMIZERS)([weight])
     weight.grad = torch.zeros_like(weight)
@@ -129,7 +129,7 @@ def optimizer_bytes(report: Report) -> float:
 
 
 def _adamw(configuration: configs.Config) -> str | None:
-    """Return the options of AdamW as YAML of one line; None where another optimizer is chosen."""
+    """Return the options of AdamW as YAML of one line; None for another optimizer."""
     chosen = configuration["optimizer"]
     if chosen == "adamw":
         return "{}"
@@ -155,7 +155,7 @@ def estimate(run: Run, devices: Devices, sharded: bool) -> Estimate:
     update = counts["trained"] * work.update.seconds(card) + frozen
     gathered, reduced = _travel(run, devices.count, sharded, counts)
     travel = (gathered + reduced) / devices.link
-    # of shards the next layer's weights arrive while this one computes; copies reduce at the end
+    # FSDP2 prefetches the next layer's weights while this one computes; DDP reduces at the end
     waits = max(0.0, travel - update - rollout) if sharded else travel
     seconds = {"rollout": rollout, "update": update, "communication": waits}
     extra = work.sampling.flops if run.checkpointing else 0.0
@@ -178,9 +178,9 @@ def estimate(run: Run, devices: Devices, sharded: bool) -> Estimate:
 
 
 def memory_of(run: Run, shards: int = 1) -> dict[str, float]:
-    """Lay out a device's bytes at the fullest moment of an update, by what they are for.
+    """Return a device's bytes at the peak of an update, by purpose.
 
-    shards: devices that share out weights, gradients and optimizer (FSDP2); 1: each has all.
+    shards: devices that shard weights, gradients and optimizer (FSDP2); 1: each has all.
     """
     work = run.measured
     peak = work.update.memory
@@ -200,16 +200,16 @@ def memory_of(run: Run, shards: int = 1) -> dict[str, float]:
     if shards > 1:
         for name in PARTS:
             memory[name] /= shards
-        # this layer and the next on its way, beside what is around them; a network that is gathered
-        # whole stays in the buffer in which it came, since nothing comes after it
+        # this layer and the prefetched next one, in addition to the unsharded rest; a network that
+        # is gathered whole stays in its buffer, since nothing follows it
         layers = 2.0 * (work.largest_unit or work.around_units)
         memory["gathered layers"] = layers + (work.around_units if work.largest_unit else 0)
     return memory
 
 
 def moments_of(run: Run, memory: dict[str, float]) -> dict[str, float]:
-    """Return a device's bytes in an update, while a sample is decoded and while prompts are
-    encoded, which never happens at once."""
+    """Return a device's bytes in an update, while decoding a sample and while encoding prompts,
+    which never overlap."""
     report = run.report
     resident = ("parameters", "optimizer", "snapshots", "autoencoder", "rollout", "conditions")
     rest = sum(memory[name] for name in resident)
@@ -230,8 +230,8 @@ def moments_of(run: Run, memory: dict[str, float]) -> dict[str, float]:
 
 
 def _passes(run: Run, processes: int) -> dict[str, float]:
-    """Count a device's passes of an iteration: of sampling, with gradients, and with frozen
-    weights beside these."""
+    """Count a device's passes of an iteration: of sampling, with gradients, and extra ones with
+    frozen weights."""
     report = run.report
     counted = report.counted
     rows = processes * run.measured.rows
@@ -252,7 +252,7 @@ def _passes(run: Run, processes: int) -> dict[str, float]:
         states = report.plan.rows * report.train.epochs * (1 + report.critic_steps) / rows
         trained = states + (trained if report.critic_beside else 0.0)
     every = (counted.training or counted.sampling) / guided / rows
-    if every < trained or not trained:  # denoising losses look at re-noised samples
+    if every < trained or not trained:  # denoising losses use re-noised samples
         trained = every / (1 + len(counted.snapshots))
     return {
         "sampling": counted.sampling / guided / rows,
@@ -273,16 +273,16 @@ def _sampling_seconds(run: Run, devices: Devices) -> float:
 def _travel(
     run: Run, processes: int, sharded: bool, counts: dict[str, float]
 ) -> tuple[float, float]:
-    """Count the bytes of weights that reach a device, and of gradients that leave it, in an
+    """Count the bytes of weights that a device receives, and of gradients that it sends, in an
     iteration."""
     share = (processes - 1) / processes
     work = run.measured
     steps = run.report.plan.steps * run.report.train.epochs * (1 + run.report.critic_steps)
-    if not sharded:  # a ring sends every gradient twice: to be summed, and summed
+    if not sharded:  # a ring sends every gradient twice: reduce-scatter and all-gather
         return 0.0, 2 * share * work.bytes_trained * steps
     sampled = counts["sampling"] * max(run.passes_to_sample, run.answer_tokens, 1)
     gathers = sampled + counts["frozen"] + 2 * counts["trained"]
-    spared = counts["trained"] * work.around_units  # from the way there to the way back
+    spared = counts["trained"] * work.around_units  # from the forward to the backward pass
     return (
         share * (work.bytes_parameters * gathers - spared),
         share * work.bytes_trained * counts["trained"],
@@ -291,16 +291,16 @@ def _travel(
 
 @dataclass(frozen=True)
 class Fit:
-    """Holds a proposal: overrides to paste, how to start it, and what it would take."""
+    """Holds a proposal: overrides to paste, how to start it, and its cost."""
 
     overrides: tuple[str, ...]
     estimate: Estimate
 
 
 def fit(path: Any, overrides: Any, devices: Devices) -> Iterator[Fit]:
-    """Propose what fits, the fastest of each kind first: copies before shards, all activations
-    before checkpointing, wide passes before narrow ones; with less on the device where that lets a
-    pass be wider."""
+    """Propose what fits, the fastest of each kind first: DDP before FSDP2, no checkpointing before
+    checkpointing, large micro-batches before small ones; with offloading if that allows larger
+    ones."""
     for checkpointing in (False, True):
         chosen = [f"train.gradient_checkpointing={str(checkpointing).lower()}"]
         narrow = measure(path, [*overrides, *chosen, "train.micro_batch_size=1"], devices.count)
@@ -323,9 +323,8 @@ BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments, and a scale of each block of 256
 
 
 def _reliefs(run: Run) -> Iterator[tuple[tuple[str, ...], Lighten]]:
-    """List what can leave the device, each time a little more: text encoders, the latents of the
-    trajectory, three quarters of the optimizer's moments; as overrides, and what they do to a
-    run."""
+    """List what can be offloaded, step by step: text encoders, the latents of the trajectory, three
+    quarters of the optimizer's moments; as overrides, and their effect on a run."""
     report = run.report
     words: tuple[str, ...] = ()
     changes: dict[str, Any] = {}
@@ -355,15 +354,16 @@ def _lightened(
 
 
 def _widths(run: Run) -> list[int]:
-    """List the widths that divide a device's rows of an optimizer step, the widest first."""
+    """List the micro-batch sizes that divide a device's rows of an optimizer step, the largest
+    first."""
     plan = run.report.plan
     most = plan.rows_per_process // max(plan.steps, 1)
     return [rows for rows in (64, 32, 16, 8, 4, 2, 1) if rows <= most and most % rows == 0] or [1]
 
 
 def _wider(one: Run, two: Run, rows: int) -> Run:
-    """Extend two measurements on a line to ``rows`` rows: activations, operations and traffic grow
-    with the rows, weights do not."""
+    """Extrapolate two measurements linearly to ``rows`` rows: activations, operations and traffic
+    grow with the rows, weights do not."""
     if rows == 2:
         return two
     update = replace(

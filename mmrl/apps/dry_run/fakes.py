@@ -1,8 +1,8 @@
-"""Makes networks of true size that take no memory: every weight is a fake tensor, which has a
-shape, a type and a device, and no numbers.
+"""Builds networks of true size without memory: every weight is a fake tensor, which has a shape, a
+dtype and a device, but no values.
 
-Operations on fake tensors run torch's own code for shapes. What is small and decides what is
-computed (masks, times, ids) stays real, so that the code under rehearsal may read it.
+Operations on fake tensors run torch's own code for shapes. Small tensors that control the
+computation (masks, times, ids) stay real, so that the rehearsed code can read them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map_only
 
-LARGE = 2**27  # elements of a real tensor that code under rehearsal may make of a small one
+LARGE = 2**27  # maximum elements of a real tensor that rehearsed code may expand from a small one
 
 
 class Fakes:
-    """Makes the fake tensors of one rehearsal; those of two do not mix."""
+    """Creates the fake tensors of one rehearsal; those of two cannot be mixed."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -61,13 +61,13 @@ class Fakes:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let code index fake tensors by real masks, and ask a fake tensor whether it holds."""
+        """Let code index fake tensors by real masks, and evaluate a fake tensor as a bool."""
         with _Answers(self):
             yield
 
 
 def faked_where_large(mode: FakeTensorMode, tensor: Tensor, times: Sequence[int]) -> Tensor:
-    """Return a tensor that is to be repeated so many times, as a fake where that would be large."""
+    """Return a tensor to be repeated ``times`` times, as a fake if the result would be large."""
     if isinstance(tensor, FakeTensor) or tensor.numel() * math.prod(times) <= LARGE:
         return tensor
     with mode:
@@ -79,10 +79,10 @@ def _is_plain(leaf: Any) -> bool:
 
 
 class _Answers(TorchFunctionMode):
-    """Answers what the values of a tensor would decide.
+    """Answers questions that need the values of a tensor.
 
-    A mask that is real is read; one that is fake holds everywhere, which is the most that it can
-    cost. What would be repeated to a mask of every token by every other is fake from there on.
+    A real mask is read; a fake one counts as true everywhere, the worst case. A mask that would be
+    expanded to tokens x tokens is fake from there on.
     """
 
     def __init__(self, fakes: Fakes):
@@ -106,7 +106,7 @@ class _Answers(TorchFunctionMode):
 
 
 def _without_masks(index: Any) -> Any:
-    """Replace bool masks in an index by the places where they hold."""
+    """Replace bool masks in an index by the indices where they are true."""
     if isinstance(index, tuple):
         parts: list[Any] = []
         for part in index:

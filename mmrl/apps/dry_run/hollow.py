@@ -1,8 +1,8 @@
-"""Makes a policy without its weights, by the real constructor on config files, and runs an
-iteration of the real trainer to count forwards.
+"""Builds a policy without weights, by the real constructor on config files, and runs an iteration
+of the real trainer to count forward passes.
 
 The network is a single number, latents have one element, and everything else (times, windows,
-trees, objective, advantage, batches) is what the configuration says, so that forwards are counted,
+trees, objective, advantage, batches) follows the configuration, so that forward passes are counted,
 not estimated.
 """
 
@@ -39,7 +39,7 @@ from mmrl.zoo.models.any_pipeline.replayed_policy import ReplayedPolicy
 
 
 class Hollow(nn.Module):
-    """Stands for a network: its whole config, defaults included, and one parameter."""
+    """Replaces a network: its whole config, defaults included, and one parameter."""
 
     def __init__(self, cls: Any, config: dict[str, Any]):
         from diffusers.configuration_utils import FrozenDict
@@ -55,8 +55,8 @@ class Hollow(nn.Module):
 
 
 class _Weightless(FolderPolicy):
-    """Makes a family in diffusers' folder format hollow: networks without weights, its autoencoder
-    on the meta device."""
+    """Mixin for a family in diffusers' format: networks without weights, its autoencoder on the
+    meta device."""
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
         import diffusers
@@ -72,7 +72,7 @@ class _Weightless(FolderPolicy):
 
 
 class _Counting(FlowPolicy):
-    """Makes any flow policy encode, compute and decode nothing."""
+    """Mixin for a flow policy: encodes, computes and decodes nothing."""
 
     unseen = False
 
@@ -97,8 +97,8 @@ class _Counting(FlowPolicy):
 
 
 class _CountingReplay(_Counting):
-    """Makes a replayed pipeline compute nothing: its rows are counted as those of any flow, one of
-    the network each."""
+    """Mixin for a replayed pipeline: computes nothing; its rows count as those of any flow, one
+    network row each."""
 
     def prepare(self, prompts: list[Prompt]) -> None:
         return None
@@ -111,8 +111,8 @@ class _CountingReplay(_Counting):
 
 
 def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> FolderPolicy:
-    """Make the policy that ``entry(path, **options)`` would be, from config files alone. Raises
-    UserError as it does."""
+    """Build the policy ``entry(path, **options)`` from config files alone. Raises UserError as it
+    does."""
     check_frozen(options.get("quantization"), options.get("lora") is not None)
     light_options = {
         key: value
@@ -126,7 +126,7 @@ def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> F
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts one iteration of all processes: rows through the network, and what was kept of the
+    """Counts one iteration of all processes: rows through the network, and the snapshots of the
     weights."""
 
     sampling: int
@@ -137,14 +137,14 @@ class Counted:
 
 
 def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) -> Counted:
-    """Run an iteration with this configuration's objective and advantage, on the policy's ways of
+    """Run an iteration with this configuration's objective and advantage, with the policy's
     sampling and a network of one number."""
     objective = configuration.build("objective", OBJECTIVES)
     policy = _shrunk(policy)
     if isinstance(objective, HasTeacher):
         objective.setup_dry_run(policy)
     prompts: list[Prompt] = [{"text": str(i)} for i in range(options.prompts_per_iteration)]
-    if objective.requires.supervised:  # its answers are encoded outside of the network
+    if objective.requires.supervised:  # its answers are encoded outside the network
         prompts = [{**prompt, objective.field: torch.zeros(3, 1, 1)} for prompt in prompts]
         policy.media = MediaFormat()
         vars(policy)["encode_media"] = partial(_encoded, policy.shape)
@@ -158,7 +158,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
         _plain(options),
     )
     snapshots = trainer.snapshots()
-    # what it does depends on its rewards' gradients
+    # its work depends on the gradients of the rewards
     if trainer.objective.requires.differentiates:
         rollout = trainer.collect().rollout
         return Counted(
@@ -179,7 +179,8 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
 
 
 def _shrunk(policy: FlowPolicy) -> FlowPolicy:
-    """Make a policy that samples as this one does, latents of one element, and computes nothing."""
+    """Build a policy that samples as this one does, with latents of one element, and computes
+    nothing."""
     is_replayed = isinstance(policy, ReplayedPolicy)
     counting = _CountingReplay if is_replayed else _Counting
     cls = type(type(policy).__name__, (counting, type(policy)), {})
@@ -197,12 +198,12 @@ def _shrunk(policy: FlowPolicy) -> FlowPolicy:
 
 
 def _plain(options: TrainOptions) -> TrainOptions:
-    """Leave out of a run's options what changes no count of forwards, or needs the data."""
+    """Remove options that do not affect the count of forward passes, or need the data."""
     return replace(effects.in_dry_run(options), iterations=1, logprob_tolerance=None)
 
 
 class _Watched(Trainer):
-    """Notes how many rows the network had seen when sampling was over."""
+    """Records the number of network rows at the end of sampling."""
 
     sampling = 0
 
@@ -218,5 +219,5 @@ def _encoded(shape: tuple[int, ...], media: Tensor) -> Tensor:
 
 
 def _noise(media: Media, prompts: list[Prompt]) -> Tensor:
-    """Return rewards that all differ, whatever the samples are."""
+    """Return distinct rewards, whatever the samples."""
     return torch.arange(len(prompts), dtype=torch.float32).mul(math.pi).sin()

@@ -32,9 +32,9 @@ def pages(
     propose: bool = False,
     name: object = "",
 ) -> Iterator[str]:
-    """Return the lines of a configuration: its report, its memory where the architecture is known,
-    and an iteration on named cards, with proposals if they are asked for. ``name``: of the
-    configuration, as it was typed."""
+    """Return the lines of a configuration: its report, its memory if the architecture is known, and
+    an iteration on named cards, with proposals if requested. ``name``: of the configuration, as
+    typed."""
     report = dry_run(path, overrides, processes)
     once = cache(partial(measured, report, decode=devices is not None))  # after the first lines
     yield from lines(report, memory(report, once) if report.stage is not None else ())
@@ -57,7 +57,7 @@ def pages(
 
 
 def lines(report: Report, of_memory: Iterable[str] = ()) -> Iterator[str]:
-    """Return the report's lines, each a name and its numbers; those of memory among them."""
+    """Return the report's lines, each a name and its numbers, including memory."""
     plan = report.plan
     train = report.train
     reckoned = (
@@ -138,8 +138,7 @@ def _count(parameters: int) -> str:
 
 
 def memory(report: Report, once: Callable[[], Run]) -> Iterator[str]:
-    """Return the lines of a device's memory, by a pass at true size on fake weights, which ``once``
-    makes."""
+    """Return the lines of a device's memory, by ``once``, a pass at true size on fake weights."""
     run = once()
     snapshots = report.counted.snapshots if report.counted is not None else ()
     yield (
@@ -160,14 +159,14 @@ def memory(report: Report, once: Callable[[], Run]) -> Iterator[str]:
 
 
 def _peak(run: Run, shards: int = 1) -> str:
-    """Write the bytes of a device's fullest moment, and which it is."""
+    """Write a device's peak bytes, and at which moment."""
     moments = moments_of(run, memory_of(run, shards))
     fullest = max(moments, key=lambda name: moments[name])
     return f"about {_size(moments[fullest])} a device ({fullest})"
 
 
 def _size(count: float) -> str:
-    """Write bytes in GiB; what is smaller than a hundredth of one in MiB or KiB."""
+    """Write bytes in GiB; less than a hundredth of one in MiB or KiB."""
     if count >= 0.995 * GIB or not count:
         return f"{count / GIB:,.1f} GiB"
     if count >= 0.01 * GIB:
@@ -181,8 +180,8 @@ def _seconds(value: float) -> str:
 
 
 def device_lines(run: Run, guess: Estimate, iterations: int, proposed: bool) -> Iterator[str]:
-    """Return the lines of ``--devices``: an iteration of a run on named cards, and all of them.
-    ``proposed``: what fits follows."""
+    """Return the lines of ``--devices``: an iteration of a run on named cards, and the whole run.
+    ``proposed``: proposals follow."""
     kind = "shards (FSDP2)" if guess.sharded else "copies (DDP)"
     devices = guess.devices
     card = devices.card
@@ -214,7 +213,7 @@ def device_lines(run: Run, guess: Estimate, iterations: int, proposed: bool) -> 
 
 
 def _whole_run(seconds: float, devices: int) -> str:
-    """Write what a run takes: days or hours, and hours of its devices."""
+    """Write the time of a run: days or hours, and device hours."""
     days, hours = seconds / 86400, seconds / 3600
     long = f"{days:,.1f} days" if days >= 1 else f"{hours:,.2g} hours"
     return f"about {long}, {hours * devices:,.3g} GPU hours"

@@ -1,5 +1,5 @@
-"""Makes the pictures of a pass for vision-language models whose inputs are known, so that their
-vision tower is rehearsed too."""
+"""Builds the pictures of a pass for vision-language models with known inputs, to rehearse their
+vision tower."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves
 from mmrl.apps.dry_run.fakes import Fakes
 from mmrl.policies.vlm.prefix_sharing import SharedPrefix
 
-SHARE = 7 / 8  # of a question's tokens that are its picture's
+SHARE = 7 / 8  # share of a question's tokens that are its picture
 TILE_TOKENS = 256  # of InternVL: a tile of 448 pixels
 
 
 def looker(
     net: SharedPrefix, prompts: int, question: int, fakes: Fakes
 ) -> Callable[[], Tensor] | None:
-    """Return what computes the features of one picture a prompt, as large as a question of
-    ``question`` tokens has room for; None where the tower's inputs are not known."""
+    """Return a function that computes the features of one picture per prompt, as large as
+    ``question`` tokens allow; None if the tower's inputs are unknown."""
     hf: Any = net.hf
     vision = getattr(hf.config, "vision_config", None)
     if vision is None or not hasattr(hf.base_model, "get_image_features"):
@@ -40,7 +40,7 @@ def looker(
 
 
 def _patches(vision: Any, prompts: int, tokens: int, fakes: Fakes) -> dict[str, Tensor]:
-    """Make the patches [P, C] of Qwen-VL's towers, of nearly square pictures."""
+    """Build the patches [P, C] of Qwen-VL's towers, for nearly square pictures."""
     merge = vision.spatial_merge_size
     side = max(1, int(tokens**0.5))
     grid = torch.tensor([[1, side * merge, tokens // side * merge]]).expand(prompts, -1)

@@ -1,13 +1,13 @@
-"""Holds the architectures of published models: what their config files say, without their weights.
+"""Holds the architectures of published models: their config files, without weights.
 
 ``published.json`` holds, for every hub id in ``configs/``, the values by which a model differs from
 its class's defaults, the classes of its text encoders, and parameters counted from these on the
-meta device. ``encodings`` of a model without a family say what its pipeline's methods that encode
-prompts return: a list for a tuple, {"shape": [...]} for a tensor of a row in the type of the
-weights ("rows" among its sizes says where rows are counted, else they come first), {"plain": [...]}
-for one of all rows, {"mask": [...]} for one of ones (long), {"lengths": n} for the bounds of rows
-of n tokens, {"rows": ...} for a list with an entry for each row, other tables for tables, null for
-None. Texts are as long as a pipeline pads them to; where it pads to the longest, 256 tokens.
+meta device. ``encodings`` of a model without a family describe the return values of its pipeline's
+prompt encoding methods: a list for a tuple, {"shape": [...]} for a tensor of a row in the type of
+the weights ("rows" among its sizes says where rows are counted, else they come first), {"plain":
+[...]} for one of all rows, {"mask": [...]} for one of ones (long), {"lengths": n} for the bounds of
+rows of n tokens, {"rows": ...} for a list with an entry for each row, other tables for tables, null
+for None. Texts are as long as a pipeline pads them to; where it pads to the longest, 256 tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 FILE = Path(__file__).with_name("published.json")
-ENCODINGS = "encodings.json"  # of a folder: what the pipeline's methods make of a prompt
+ENCODINGS = "encodings.json"  # file in a folder: return values of the pipeline's prompt encoding
 
 
 @cache
 def table() -> dict[str, Any]:
-    """Read the table: ``models`` by hub id, ``encoders`` by name, ``others``: models that are no
-    diffusers folder."""
+    """Read the table: ``models`` by hub id, ``encoders`` by name, ``others``: models that are not
+    in a diffusers folder."""
     read: dict[str, Any] = json.loads(FILE.read_text())
     return read
 
@@ -41,8 +41,7 @@ def _made() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def folder(name: str) -> Path | None:
-    """Make a diffusers folder of config files alone, as that hub id has them; None if it is not in
-    the table."""
+    """Write a diffusers folder of config files for a hub id; None if it is not in the table."""
     known = table()["models"].get(name)
     if known is None:
         return None
@@ -53,7 +52,7 @@ def folder(name: str) -> Path | None:
         (place / part / file).write_text(json.dumps(config))
     index = {"_class_name": known["pipeline"], **known.get("index", {})}
     index |= {part: _entry(config["_class_name"]) for part, config in known["parts"].items()}
-    if "encodings" in known:  # in place of text encoders and tokenizers, which are no part of it
+    if "encodings" in known:  # instead of text encoders and tokenizers, which it lacks
         (place / ENCODINGS).write_text(json.dumps(known["encodings"]))
         index = dict.fromkeys(parts_of(known["pipeline"]), [None, None]) | index
     (place / "model_index.json").write_text(json.dumps(index))
@@ -91,7 +90,7 @@ def encoders(name: str) -> int | None:
 
 
 def on_meta(name: str | type, config: dict[str, Any]) -> nn.Module:
-    """Make a part of a diffusers model by its class or its name, without memory for its weights."""
+    """Build a part of a diffusers model by its class or name, without memory for its weights."""
     import diffusers
 
     cls: Any = getattr(diffusers, name) if isinstance(name, str) else name
@@ -107,7 +106,7 @@ def parameters(net: nn.Module) -> int:
 
 
 def encoder_on_meta(spec: dict[str, Any]) -> nn.Module:
-    """Make a text encoder of transformers by its classes' names and config values."""
+    """Build a text encoder of transformers from class names and config values."""
     import transformers
 
     config = getattr(transformers, spec["config_class"])(**spec["config"])

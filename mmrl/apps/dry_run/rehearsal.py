@@ -2,7 +2,7 @@
 pass with gradients and one without, under torch's trackers.
 
 What is run is mmrl's own code: the family's ``dist``, guidance, chunks of logits, LoRA, autocast
-and gradient checkpointing. Conditions stand in for what text encoders return, in true shapes.
+and gradient checkpointing. Conditions replace the output of text encoders, in true shapes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from mmrl.train.shard_units import shard_classes
 from mmrl.zoo.models.image_tokens.janus import UNDERSTANDING, JanusNet
 from samplers.warp import Warp
 
-PROMPT_TOKENS = 1024  # of a question with its picture, where budgets.prompt_tokens says nothing
-TEXT_TOKENS = 64  # of a prompt of text alone
+PROMPT_TOKENS = 1024  # tokens of a question with its picture, without budgets.prompt_tokens
+TEXT_TOKENS = 64  # tokens of a text-only prompt
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,7 +55,7 @@ class Stage:
     net: nn.Module
     rows: int
     score: Callable[[], Tensor]
-    # one sample, of a video with so many latent frames; None: nothing to decode on the device
+    # decodes one sample, for videos of a number of latent frames; None: nothing to decode
     decode: Callable[[int], Any] | None = None
     decoder: nn.Module | None = None
     frames: int = 1  # of a sample's latents
@@ -64,8 +64,8 @@ class Stage:
     prompts: int = 1  # of a pass
     # bytes of the conditions of a prompt, and of the empty one that all share
     conditions: tuple[int, int] = (0, 0)
-    policy: Any = None  # that makes the passes, where more than its network is to be looked at
-    network_rows: float = 1  # rows of the network for one of the pass
+    policy: Any = None  # policy that makes the passes, if more than its network is needed
+    network_rows: float = 1  # network rows per row of the pass
 
 
 @dataclass
@@ -78,8 +78,7 @@ class Rehearsed:
     bytes_parameters: int
     bytes_trained: int
     bytes_decoder: int
-    # of the layers that FSDP2 gathers one by one the largest, and all that is around them, which
-    # it gathers at the begin and keeps to the end
+    # the largest layer that FSDP2 gathers one by one, and the rest, gathered for the whole pass
     largest_unit: int
     around_units: int
     update: Work
@@ -93,7 +92,7 @@ class Rehearsed:
 def flow(
     entry: type[FolderPolicy], place: Path, options: dict[str, Any], train: TrainOptions, rows: int
 ) -> Stage:
-    """Make a family in diffusers' format, by its own constructor, on fake weights."""
+    """Build a family in diffusers' format, by its own constructor, on fake weights."""
     fakes = Fakes()
     rest = {k: v for k, v in options.items() if k not in ("path", "compile", "attention")}
     cls = type(entry.__name__, (_OnMeta, entry), {})
@@ -103,7 +102,7 @@ def flow(
     policy.net.eval()
     if train.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
-    k = policy.steps // 2  # in the middle of the sampler's way
+    k = policy.steps // 2  # in the middle of the sampler's path
     point = decision(policy, rows, k, conditions(policy, 1, fakes), fakes.empty)
     score = scorer(policy, point, fakes, autocast(policy.net, train))
     shape = list(policy.shape)
@@ -129,7 +128,7 @@ def flow(
 def scorer(
     policy: Any, point: Point, fakes: Fakes, wrapped: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[[], Tensor]:
-    """Return what scores a decision on fakes, in passes wrapped as training's."""
+    """Return a function that scores a decision on fakes, wrapped as in training."""
     policy.trained = policy.net
 
     def score() -> Tensor:
@@ -150,7 +149,7 @@ def _nested_bytes(cond: Any) -> int:
 
 
 class _OnMeta(FolderPolicy):
-    """Makes the parts of a folder from their config files, on the meta device."""
+    """Builds the parts of a folder from their config files, on the meta device."""
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
         import diffusers
@@ -165,9 +164,8 @@ class _OnMeta(FolderPolicy):
 
 
 def cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert to a type what a file of weights holds, as loading does: parameters, and buffers that
-    are saved, such as Stable Diffusion 3's table of places; not the layers that the class keeps in
-    float32."""
+    """Cast what a weight file holds, as loading does: parameters and saved buffers, such as Stable
+    Diffusion 3's position table; not the layers that the class keeps in float32."""
     exact = getattr(net, "_keep_in_fp32_modules", None) or []
     saved = net.state_dict(keep_vars=True)
     for name, tensor in saved.items():
@@ -179,8 +177,8 @@ def cast(net: nn.Module, dtype: torch.dtype) -> nn.Module:
 def decision(
     policy: FlowPolicy, rows: int, k: int, cond: dict[str, Any], empty: Callable[..., Tensor]
 ) -> Point:
-    """Make the decision of every row at step k of the sampler's way, under the conditions of one
-    prompt; ``empty(*shape)`` makes its tensors."""
+    """Build the decision of every row at step k of the sampler's path, under the conditions of one
+    prompt; ``empty(*shape)`` creates its tensors."""
     times = policy.times.float()
     return Point(
         group=torch.zeros(rows, dtype=torch.long),
@@ -201,7 +199,7 @@ def decision(
 
 
 def autocast(net: nn.Module, train: TrainOptions) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what accelerate wraps passes in for ``train.precision``."""
+    """Return accelerate's autocast for ``train.precision``."""
     half = HALF.get(train.precision)
     if half is None:
         return nullcontext
@@ -211,7 +209,7 @@ def autocast(net: nn.Module, train: TrainOptions) -> Callable[[], AbstractContex
 def tokens(
     path: str, entry: Any, options: dict[str, Any], train: TrainOptions, rows: int, group_size: int
 ) -> Stage:
-    """Make a model that writes tokens on fake weights; its architecture is known."""
+    """Build a token model of known architecture on fake weights."""
     fakes = Fakes()
     net: Any = token_network(path, entry, options)
     fakes.fill(net)
@@ -244,7 +242,7 @@ def tokens(
 
 
 def is_known(path: str, entry: Any) -> bool:
-    """Tell whether the architecture of a model that writes tokens is known."""
+    """Tell whether the architecture of a token model is known."""
     known = path in published.table()["texts"] or path in architectures.MODELS
     known = known or path in untrained.NETWORKS
     return known or _of_folder(path, entry) is not None
@@ -256,15 +254,14 @@ def _of_folder(path: str, entry: Any) -> nn.Module | None:
 
 
 def dtype_of(options: Mapping[str, Any]) -> torch.dtype:
-    """Return the type in which a policy's frozen weights are loaded."""
+    """Return the dtype of a policy's frozen weights."""
     name = options.get("dtype") or "float32"
     dtype: torch.dtype = torch.float32 if name == "auto" else getattr(torch, name)
     return dtype
 
 
 def token_network(path: str, entry: Any, options: Mapping[str, Any]) -> nn.Module:
-    """Make the network of a model that writes tokens on the meta device, with its adapters, in its
-    type."""
+    """Build the network of a token model on the meta device, with its adapters, in its dtype."""
     known = published.table()["encoders"].get(published.table()["texts"].get(path))
     net = published.encoder_on_meta(known) if known else architectures.on_meta(path)
     net = net or untrained.network(path) or _of_folder(path, entry)
@@ -292,14 +289,14 @@ def token_network(path: str, entry: Any, options: Mapping[str, Any]) -> nn.Modul
 
 
 def _language(net: Any, ends: Any) -> list[str]:
-    """Name the linear layers of Janus' language model that end so."""
+    """Return the linear layers of Janus' language model with these suffixes."""
     layers = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
     inner = [name.removeprefix("hf.") for name in layers if "language_model" in name]
     return ending_like(inner, ends, "language model")
 
 
 def _freeze_unused(net: Any) -> None:
-    """Freeze what of Janus an image's tokens do not pass through."""
+    """Freeze the parts of Janus that image tokens do not use."""
     if isinstance(net, JanusNet):
         for name, parameter in net.hf.named_parameters():
             if name.startswith(UNDERSTANDING) or "vision_model" in name:
@@ -315,7 +312,8 @@ def question_tokens(entry: Any, options: dict[str, Any]) -> int:
 
 
 def answer_tokens(net: Any, options: Mapping[str, Any]) -> int:
-    """Return the tokens of an answer: of an image those of its network, else the most allowed."""
+    """Return the tokens of an answer: for an image those of its network, else the maximum
+    allowed."""
     if isinstance(net, ImageNet):
         return sum(net.turns)
     if hasattr(getattr(net, "config", None), "sample_size"):
@@ -353,7 +351,7 @@ def _scorer(
 
 
 def _read(net: SharedPrefix, prompts: int, question: int) -> dict[str, Tensor]:
-    """Make the inputs of prompts whose pictures are already features: as many tokens."""
+    """Build the inputs of prompts whose pictures are already features."""
     places = torch.arange(question).expand(prompts, -1)
     axes = getattr(net.text_config, "rope_parameters", None) or {}
     if "mrope_section" in axes:
@@ -395,15 +393,15 @@ def _amused(net: Any, rows: int) -> Callable[[], Tensor]:
 
 
 def rehearse(stage: Stage, decode: bool = True) -> Rehearsed:
-    """Measure a stage: a pass with gradients, looking at pictures, and, with ``decode``, decoding
-    one sample."""
+    """Measure a stage: a pass with gradients, the vision tower and, with ``decode``, decoding one
+    sample."""
     net = stage.net
     trained = [p for p in net.parameters() if p.requires_grad]
     looking = _looking(stage)
 
     def score(tracker: Tracker) -> None:
         logprob = stage.score().sum()
-        tracker.turn()  # a pass of sampling is the same without the way back
+        tracker.turn()  # a sampling pass is the same without the backward
         if stage.look is not None and _sees(net):
             logprob = logprob + stage.look().sum()
         logprob.backward()
@@ -428,12 +426,12 @@ def rehearse(stage: Stage, decode: bool = True) -> Rehearsed:
     )
 
 
-SHORT = (3, 5)  # latent frames from which longer videos are extended on a line
+SHORT = (3, 5)  # latent frames from which longer videos are extrapolated
 
 
 def decoding(stage: Stage) -> Work | None:
-    """Measure what decoding one sample takes. Autoencoders of videos go frame by frame, minutes on
-    fakes: of long ones two short pieces are measured, and the rest is more of the same."""
+    """Measure decoding one sample. Video autoencoders go frame by frame, which takes minutes on
+    fakes: for long ones, two short pieces are measured and extrapolated."""
     decode = stage.decode
     if decode is None or stage.decoder is None:
         return None
@@ -450,7 +448,7 @@ def decoding(stage: Stage) -> Work | None:
 
 
 def _looking(stage: Stage) -> Work | None:
-    """Measure what the vision tower takes for the pictures of a pass, without gradients."""
+    """Measure the vision tower on the pictures of a pass, without gradients."""
     look = stage.look
     if look is None:
         return None
@@ -463,8 +461,8 @@ def _looking(stage: Stage) -> Work | None:
 
 
 def _sees(net: nn.Module) -> bool:
-    """Tell whether the vision tower or the projector is trained: then pictures pass through them
-    in every pass; else their features are computed once a rollout and held."""
+    """Tell whether the vision tower or the projector is trained: then every pass includes the
+    pictures; else their features are computed once per rollout and cached."""
     return any(
         parameter.requires_grad and part_of(name.removeprefix("hf.")) in ("vision", "projector")
         for name, parameter in net.named_parameters()
@@ -476,8 +474,8 @@ def _bytes(parameters: Any) -> int:
 
 
 def units_of(net: nn.Module) -> list[nn.Module]:
-    """Return the modules that FSDP2 gathers one by one, none inside another. A network without any
-    is gathered whole."""
+    """Return the modules that FSDP2 gathers one by one, not nested. A network without any is
+    gathered whole."""
     return _outermost(net, set(shard_classes(net)))
 
 

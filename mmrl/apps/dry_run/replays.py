@@ -1,9 +1,8 @@
-"""Rehearses ``policy: pipeline`` where no family has the same pipeline: its own code runs on real
-tensors, and its networks, of true size, on fake weights.
+"""Rehearses ``policy: pipeline`` without an equivalent family: its own code runs on real tensors,
+and its networks, of true size, on fake weights.
 
-A frozen network computes the shapes of what it returns, and real zeros of these go on, so that the
-pipeline's code may read them. Of a trained one the outputs stay fake, and gradients go back
-through it.
+A frozen network computes the shapes of its outputs, which become real zeros, so that the pipeline's
+code can read them. Outputs of a trained one stay fake, with gradients.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from mmrl.zoo.models.any_pipeline.replay import Reached
 from mmrl.zoo.models.any_pipeline.replay_check import CALL_FAILURES
 from mmrl.zoo.models.any_pipeline.replay_draws import QUIET
 
-WORDS = 256  # of the prompt, of which a pipeline takes as many tokens as it has room for
+WORDS = 256  # words of the prompt, truncated by the pipeline to its maximum
 
 
 class OnFakes(AnyPipeline):
     """Runs a pipeline from its config files, tokenizers and scheduler alone."""
 
     fakes: Fakes
-    encoder_parameters: int  # of the networks that read texts and pictures
+    encoder_parameters: int  # bytes of the text and image encoders
     adapters: Lora | int | None = None
 
     def _refuse(self, options: dict[str, Any], *further: Any) -> None:
@@ -53,7 +52,7 @@ class OnFakes(AnyPipeline):
         self, path: str, skip_blocks: Sequence[str], guardrail: bool
     ) -> tuple[str, Any, tuple[str, ...]]:
         make = partial(made, self.fakes)
-        with QUIET:  # the library doubts parts that it did not load
+        with QUIET:  # the library warns about parts that it did not load
             place, pipe, parts = pipeline_folder.load(
                 path, self.compute, skip_blocks, guardrail, make
             )
@@ -73,13 +72,13 @@ class OnFakes(AnyPipeline):
         return pipe
 
     def freeze_adapted(self) -> None:
-        """Leave to be trained what the adapters hold, if there are any."""
+        """Train only the adapters, if there are any."""
         for name, parameter in self.net.named_parameters():
             parameter.requires_grad_(self.adapters is None or "lora_" in name)
 
     def choose_calls(self, prompts: list[Prompt], rows: int) -> None:
-        """Ask for row after row where the pipeline's call takes no several prompts. Whether rows
-        depend on each other no fake can tell."""
+        """Call row by row if the pipeline does not accept several prompts. Fakes cannot tell
+        whether rows depend on each other."""
         if self.together is not None or rows < 2:
             return
         numbers = self.arguments.numbers(prompts).tolist() * 2
@@ -90,8 +89,8 @@ class OnFakes(AnyPipeline):
 
 
 def made(fakes: Fakes, cls: Any, place: str, part: str, dtype: torch.dtype) -> nn.Module:
-    """Make a part of a pipeline, of a class of diffusers or transformers, without its weights: a
-    network that is trained on the meta device, a frozen one on fakes, answering in zeros."""
+    """Build a part of a pipeline, of a class of diffusers or transformers, without its weights: a
+    trained network on the meta device, a frozen one on fakes, returning zeros."""
     if hasattr(cls, "from_config"):
         config = pretrained.load_config(cls, place, part)
         net = published.on_meta(cls, config)
@@ -107,8 +106,8 @@ def made(fakes: Fakes, cls: Any, place: str, part: str, dtype: torch.dtype) -> n
 
 
 def encode_in_zeros(pipe: Any, place: Path, dtype: torch.dtype) -> None:
-    """Let methods of a pipeline return what the table of published models says, where its folder
-    has no text encoders."""
+    """Let methods of a pipeline return what the table of published models says, if its folder has
+    no text encoders."""
     file = place / published.ENCODINGS
     if not file.is_file():
         return
@@ -121,7 +120,8 @@ def encode_in_zeros(pipe: Any, place: Path, dtype: torch.dtype) -> None:
 
 
 def encoding(returned: Any, rows: int, dtype: torch.dtype) -> Any:
-    """Make what ``mmrl.apps.dry_run.published`` says a method returns for so many rows."""
+    """Build a method's return value as described in ``mmrl.apps.dry_run.published``, for ``rows``
+    rows."""
     again = partial(encoding, rows=rows, dtype=dtype)
     match returned:
         case {"shape": shape}:
@@ -143,7 +143,7 @@ def encoding(returned: Any, rows: int, dtype: torch.dtype) -> Any:
 
 
 def route_evenly(net: nn.Module) -> None:
-    """Let routers choose each expert equally often, as numbers that are fake choose none."""
+    """Let routers choose each expert equally often, since fake values cannot choose."""
 
     def chosen(router: Any, _: Any, output: Any) -> Any:
         experts, *rest = output
@@ -156,8 +156,7 @@ def route_evenly(net: nn.Module) -> None:
 
 
 def answer_in_zeros(net: nn.Module) -> None:
-    """Let whatever is called of a network on fake weights return real zeros, when its outermost
-    call ends."""
+    """Make outermost calls of a network on fake weights return real zeros."""
     depth = [0]
 
     def enter(*_: Any) -> None:
@@ -173,13 +172,12 @@ def answer_in_zeros(net: nn.Module) -> None:
 
 
 def real(nest: Any) -> Any:
-    """Put zeros in the place of fake tensors; pages of zeros are no memory until they are
-    written."""
+    """Replace fake tensors by zeros; pages of zeros take no memory until they are written."""
     return tree_map_only(FakeTensor, lambda x: torch.zeros(x.shape, dtype=x.dtype), nest)
 
 
 def replayed(place: Path, options: dict[str, Any], train: TrainOptions, rows: int) -> Stage:
-    """Make a replayed pipeline from the config files of a folder, on fake weights."""
+    """Build a replayed pipeline from the config files of a folder, on fake weights."""
     fakes = Fakes()
     cls: Any = type(AnyPipeline.__name__, (OnFakes,), {"fakes": fakes})
     chosen = {k: v for k, v in options.items() if k not in ("path", "compile", "attention")}
@@ -221,8 +219,8 @@ def first_rows(
     fakes: Fakes,
     wrapped: Callable[[], AbstractContextManager[Any]],
 ) -> int:
-    """Count the rows of the network that a first step takes, in passes wrapped as training's. What
-    networks return at the steps before another is known from here on."""
+    """Count the network rows of a first step, wrapped as in training. The networks' outputs at
+    earlier steps are known from here on."""
     before = 0
 
     def first() -> None:
@@ -231,18 +229,18 @@ def first_rows(
         with fakes.running(), wrapped(), torch.no_grad():
             policy.dist(point)
 
-    tracked(first, [policy.net])  # under which what would be large is fake
+    tracked(first, [policy.net])  # in which large tensors are fake
     return policy.report.forwards - before
 
 
 def point_of(policy: AnyPipeline, prompts: list[Prompt], rows: int, k: int) -> Point:
-    """Make the decision of every row at step k of the sampler's way."""
+    """Build the decision of every row at step k of the sampler's path."""
     return decision(policy, rows, k, policy.encode(prompts), torch.zeros)
 
 
 def decoded(policy: OnFakes, point: Point, fakes: Fakes) -> tuple[Any, Tensor | None]:
     """Return the autoencoder, and the latents of one sample with which the pipeline calls it;
-    (None, None) where it decodes by other means."""
+    (None, None) if it decodes by other means."""
     pipe = policy.replay.pipe
     decoders = [
         part

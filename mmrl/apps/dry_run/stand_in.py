@@ -1,5 +1,5 @@
-"""Looks at ``policy: pipeline`` by the family of the same pipeline: the networks and their passes
-are the same, and the family needs no text to be encoded and no pipeline to be called."""
+"""Measures ``policy: pipeline`` by the family of the same pipeline: the networks and their passes
+are the same, without text encoding and pipeline calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmrl.worlds.cache import built
 from mmrl.zoo.models.any_pipeline.any_pipeline import AnyPipeline
 from mmrl.zoo.models.any_pipeline.replay_prompts import BINNING, unset
 
-# arguments of a pipeline's call, and what families call them
+# arguments of a pipeline's call, and the families' names
 OPTIONS = {
     "num_frames": "frames",
     "max_sequence_length": "text_length",
@@ -30,9 +30,9 @@ OPTIONS = {
 
 def stand_in(resolved: Resolved) -> tuple[str, Resolved]:
     """Return (its name, the family that has the networks of a replayed pipeline, with the options
-    that both have); ("", the same) for other policies and where there is no family."""
+    that both have); ("", the same) for other policies, or without a family."""
     if resolved.entry is not AnyPipeline or (resolved.options.get("call") or {}).get(BINNING):
-        return "", resolved  # with binning, the pipeline alone knows what size it samples
+        return "", resolved  # with binning, only the pipeline knows its size
     class_name = _class_of(str(resolved.options.get("path", "")))
     for name in POLICIES:
         family = POLICIES[name]
@@ -44,13 +44,13 @@ def stand_in(resolved: Resolved) -> tuple[str, Resolved]:
 
 
 def call_defaults(resolved: Resolved) -> str:
-    """List what a replayed pipeline's call says without having been asked."""
+    """List the defaults of a replayed pipeline's call."""
     inputs = resolved.options.get("inputs") or {}
     return unset(call_of(resolved), resolved.options.get("call") or {}, list(inputs))
 
 
 def call_of(resolved: Resolved) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a replayed pipeline's call; none where its class is not known."""
+    """Return the parameters of a replayed pipeline's call; none if its class is unknown."""
     import diffusers
 
     cls = getattr(diffusers, _class_of(str(resolved.options.get("path", ""))) or "-", None)
@@ -66,7 +66,7 @@ def folder_of(path: str) -> Path | None:
         entry = ARTIFACTS.get(path.removeprefix("world:"))
         return built(entry) if entry is not None else None
     folder = Path(path).expanduser()
-    return folder if isdir(folder) else None  # also of a name too long for the system
+    return folder if isdir(folder) else None  # also for a name too long for the system
 
 
 def folder_at(path: str) -> Path | None:
@@ -76,7 +76,7 @@ def folder_at(path: str) -> Path | None:
 
 
 def _class_of(path: str) -> str:
-    """Return the pipeline's class by the index of its folder; empty where it is not known."""
+    """Return the pipeline's class from the index of its folder; empty if unknown."""
     place = folder_at(path)
     index = place / "model_index.json" if place is not None else None
     if index is None or not index.is_file():
@@ -85,7 +85,7 @@ def _class_of(path: str) -> str:
 
 
 def _shared(resolved: Resolved, family: type[FolderPolicy]) -> dict[str, Any]:
-    """Translate the options; what only a pipeline's call knows changes no pass."""
+    """Translate the options; those of the pipeline's call alone do not affect passes."""
     known = options_of(family)
     options = {key: value for key, value in resolved.options.items() if key in known}
     call = dict(resolved.options.get("call") or {})

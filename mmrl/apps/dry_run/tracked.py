@@ -1,10 +1,10 @@
-"""Measures a piece of work by torch's own trackers, on fake tensors or on real ones: memory by
-part, operations, and the seconds that a card would take.
+"""Measures work by torch's trackers, on fake or real tensors: memory by part, operations, and the
+seconds on a card.
 
 torch's ``RuntimeEstimator`` runs only where torch has an accelerator, also for a card by name; it
-stops at fused attention in half precision, and takes a product for faster than the card can be
+stops at fused attention in half precision, and underestimates the time of matrix products
 (docs/scale.md). ``Work.seconds`` does such arithmetic for any card: an operation takes as long as
-its arithmetic or its traffic with memory, whichever is longer (Williams et al. 2009).
+its arithmetic or its memory traffic, whichever is longer (the roofline, Williams et al. 2009).
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ FREE = (
 
 
 class Tracker(MemTracker):
-    """Tracks memory by part as torch's tracker does, and notes the arithmetic and the traffic of
+    """Tracks memory by part as torch's tracker does, and records the arithmetic and traffic of
     every operation.
 
-    Frozen weights may lie beside adapters: torch's tracker hooks every parameter's gradient, which
-    frozen ones refuse.
+    Supports frozen weights: torch's tracker hooks every parameter's gradient, which fails for
+    frozen ones.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # of every call of torch: the bytes in use after it, and what it took; None: no data moved
+        # per torch call: the bytes in use after it, and its cost; None: no data moved
         self.events: list[tuple[Sizes, Operation | None]] = []
-        self.ends_forward = sys.maxsize  # number of events on the way there
-        self.fake_mode: FakeTensorMode | None = None  # of the weights, where they are fake
+        self.ends_forward = sys.maxsize  # number of events of the forward pass
+        self.fake_mode: FakeTensorMode | None = None  # of the weights, if they are fake
         self._mod_tracker = _Calls()  # type: ignore[assignment]  # fewer hooks, the same calls
 
     @classmethod
@@ -78,7 +78,7 @@ class Tracker(MemTracker):
             args = (faked_where_large(self.fake_mode, *args), *args[1:])
         produced = func(*args, **kwargs)
         if func is torch.ops.prim.device.default or produced is NotImplemented:
-            return produced  # two of three calls: fake tensors are asked for their device
+            return produced  # two of three calls only query the device of fake tensors
         tensors = [x for x in tree_leaves(produced) if isinstance(x, Tensor)]
         if active_fake_mode() is self._entered_under:
             kind = self._kind()
@@ -88,11 +88,11 @@ class Tracker(MemTracker):
         return produced
 
     def turn(self) -> None:
-        """Note that the way there ends here, and the way back begins."""
+        """Mark the end of the forward pass and the start of the backward pass."""
         self.ends_forward = len(self.events)
 
     def _kind(self) -> _MemRefType:
-        """Tell what a tensor that is made now is for, as torch's tracker does."""
+        """Return the purpose of a tensor created now, as torch's tracker does."""
         if self._in_opt:
             return _MemRefType.OPT
         back = self._mod_tracker.is_bw and not self._in_ac
@@ -118,9 +118,9 @@ class Tracker(MemTracker):
         return sizes
 
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
-        """Note the weights of a module when it is first called, and whether activations are being
-        computed again. torch's own hook keeps statistics of every module, which refuse a network
-        that is called twice in a pass, as shared prompts and guidance do."""
+        """Record the weights of a module when it is first called, and whether activations are being
+        recomputed. torch's own hook keeps statistics of every module, which refuse a network that
+        is called twice in a pass, as shared prompts and guidance do."""
         if module not in self.memory_tracking:
             self.memory_tracking[module] = True
             self._track_module_params_and_buffers(module)
@@ -140,8 +140,8 @@ class Tracker(MemTracker):
         return None
 
     def work(self) -> tuple[Work, Work]:
-        """Return what was done between ``with`` and its end, and of it what the way there took,
-        with the bytes that are held where it ends."""
+        """Return the work inside ``with``, and that of the forward pass, with the bytes held at its
+        end."""
         peak = held = self._begin
         operations: list[Operation] = []
         of_forward: list[Operation] = []
@@ -173,8 +173,8 @@ def _by_part(sizes: Sizes) -> dict[str, int]:
 
 
 class _Calls:
-    """Tells the tracker when a module is called. torch's own keeps account of each module's way
-    back too, which takes longer than a fake pass and is not needed for sums."""
+    """Notifies the tracker of module calls. torch's version also tracks each module's backward,
+    which takes longer than a fake pass and is not needed for sums."""
 
     def __init__(self) -> None:
         self._hooks: tuple[Any, Any, Any, Any] = (None, None, None, None)
@@ -203,7 +203,7 @@ class _Calls:
 
 
 class _NoHook:
-    """Stands for the hook of a frozen parameter, which has none."""
+    """Replaces the hook of a frozen parameter, which has none."""
 
     def remove(self) -> None:
         return None
@@ -211,8 +211,8 @@ class _NoHook:
 
 @dataclass
 class Work:
-    """Holds what one piece of work takes: bytes by part at its fullest moment, and of each
-    operation (operations, bytes read and written, whether in half precision)."""
+    """Holds the cost of a piece of work: bytes by part at its peak, and of each operation
+    (operations, bytes read and written, whether in half precision)."""
 
     memory: dict[str, int]
     operations: list[Operation] = field(default_factory=list)
@@ -222,7 +222,7 @@ class Work:
         return sum(flops for flops, _, _ in self.operations)
 
     def seconds(self, card: Card) -> float:
-        """Estimate the seconds on a card, by the roofline with what code reaches of it."""
+        """Estimate the seconds on a card, by the roofline with achievable rates."""
         total = 0.0
         for flops, traffic, half in self.operations:
             peak = (card.half if half else card.single) * MATMUL_SHARE
@@ -231,21 +231,21 @@ class Work:
 
 
 def _free(name: str) -> bool:
-    """Tell whether an operation moves no data: it is a view, or only makes room."""
+    """Tell whether an operation moves no data: a view or an allocation."""
     plain = name.strip("_")
     return plain in FREE or plain.partition("_")[0] in FREE
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """Count the arithmetic of a product of groups of rows by a matrix each (experts): of 2 x 2
-    dimensions the groups are parts of the sum."""
+    """Count the arithmetic of a grouped matrix product (experts): with 2 x 2 dimensions the groups
+    are parts of the sum."""
     if a.ndim == b.ndim == 2:
         return 2 * a.numel() * b.shape[-1]
     return 2 * out_val.numel() * a.shape[-1]
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Count the arithmetic of attention on a CPU as torch counts that of other kernels."""
+    """Count the arithmetic of CPU attention as torch counts other kernels."""
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
@@ -256,7 +256,7 @@ def _attended_backward(
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
-# what torch's own table lacks; that of 2.14 has no attention on a CPU
+# missing in torch's own table; 2.14 has no CPU attention
 CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 UNCOUNTED: dict[str, Callable[..., int]] = {
     "_grouped_mm": _grouped,
@@ -282,13 +282,13 @@ def _operation(
 
 
 def tracked(work: Callable[[], Any], modules: Sequence[nn.Module] = ()) -> Work:
-    """Run ``work`` once and say what it took; the ``modules`` were there before."""
+    """Run ``work`` once and return its cost; the ``modules`` existed before."""
     return passed(lambda _: work(), modules)[0]
 
 
 def passed(work: Callable[[Tracker], Any], modules: Sequence[nn.Module] = ()) -> tuple[Work, Work]:
-    """Run ``work``, which may call the tracker's ``turn`` where the way there ends; return what it
-    took, and what the way there took."""
+    """Run ``work``, which may call the tracker's ``turn`` after the forward pass; return its cost,
+    and that of the forward pass."""
     tracker = Tracker()
     tracker.fake_mode = _fake_mode(modules)
     tracker.track_external(*modules)
@@ -303,8 +303,8 @@ def _fake_mode(modules: Sequence[nn.Module]) -> FakeTensorMode | None:
 
 
 def extended(short: Work, longer: Work, times: float) -> Work:
-    """Extend two measurements of the same work on a line: ``short`` and ``times`` what ``longer``
-    has more."""
+    """Extrapolate two measurements linearly: ``short`` plus ``times`` the difference of
+    ``longer``."""
     memory = {
         name: int(size + times * (longer.memory[name] - size))
         for name, size in short.memory.items()

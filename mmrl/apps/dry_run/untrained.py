@@ -1,5 +1,5 @@
-"""Makes the networks of the digits world as their recipes describe them, before any training, so
-that a run on it can be looked at on a machine that has built nothing.
+"""Builds the networks of the digits world from their recipes, untrained, so that a dry run works on
+a machine without built artifacts.
 
 Sizes are those of the built folders; weights are random, and replaced by fakes.
 """
@@ -54,7 +54,7 @@ def _amused(recipe: PainterRecipe, images: VQRecipe) -> nn.Module:
 
 
 def _plain(net: nn.Module) -> nn.Module:
-    """Write composed embeddings out as tables, as they are saved."""
+    """Expand composed embeddings to tables, as saved."""
     from torch.nn.utils import parametrize
 
     for module in net.modules():
@@ -73,7 +73,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def network(path: str) -> nn.Module | None:
-    """Make the network of a model of the digits world that writes tokens; None of another path."""
+    """Build the network of a token model of the digits world; None for another path."""
     make = NETWORKS.get(path)
     return None if make is None else make().requires_grad_(True)
 
@@ -119,7 +119,7 @@ def _made() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def folder(path: str) -> Path | None:
-    """Write the config files of a diffusers folder of the digits world, without weights; None of
+    """Write the config files of a diffusers folder of the digits world, without weights; None for
     another path."""
     make = PIPELINES.get(path)
     if make is None:

@@ -1,5 +1,4 @@
-"""Writes the model card of a run: what was trained on what, by which configuration, with which
-result, and how to load it."""
+"""Writes the model card of a run: model, data, configuration, results, and how to load it."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ MOST_ANSWERS = 3
 
 @dataclass(frozen=True)
 class Card:
-    """Holds what a card is made of. ``license``: the hub's name of one, such as apache-2.0."""
+    """Holds the content of a card. ``license``: the hub's name of one, such as apache-2.0."""
 
     run: Run
     evaluation: Evaluation
@@ -35,7 +34,7 @@ class Card:
     repository: str
     license: str
     has_curves: bool
-    picture: str  # the file of before and after, beside the card; empty without one
+    picture: str  # the before-and-after file, next to the card; empty without one
 
     def text(self) -> str:
         """Return README.md: the hub's metadata, then the sections."""
@@ -74,7 +73,7 @@ class Card:
         return str(metadata.to_yaml()).strip()
 
     def _hub_results(self) -> Iterator[Any]:
-        """Yield the trained model's rewards as the hub lists results."""
+        """Yield the trained model's rewards in the hub's results format."""
         from huggingface_hub import EvalResult
 
         after = self.evaluation.after()
@@ -181,15 +180,15 @@ class Card:
 def configuration(run: Run) -> str:
     """Return the configuration as YAML, without secrets and names of this machine's folders.
 
-    Without the run folder too: where somebody repeats the run, mmrl names a new one.
+    Also without the run folder: a repetition gets a new one.
     """
     plain = {key: value for key, value in run.config.items() if key != "run"}
     return yaml.safe_dump(scrubbed(plain), sort_keys=False, allow_unicode=True)
 
 
 def scrubbed(value: Any) -> Any:
-    """Replace what a key calls a secret, and the folders of absolute paths, in keys too (a reward
-    may be named by its file)."""
+    """Replace secrets, by their keys, and the folders of absolute paths, also in keys (a reward may
+    be named by its file)."""
     if isinstance(value, dict):
         return {
             without_folders(str(key)) if isinstance(key, str) else key: HIDDEN
@@ -203,8 +202,8 @@ def scrubbed(value: Any) -> Any:
 
 
 def without_folders(text: str) -> str:
-    """Write the home folder as ``~``; of a text that is an absolute path elsewhere, return the last
-    part. A word such as ``/no_think`` is no path."""
+    """Write the home folder as ``~``; of any other absolute path, return the last part. A word such
+    as ``/no_think`` is not a path."""
     home = str(Path.home())
     text = text.replace(home, "~") if len(home) > 1 else text
     for kind in (PurePosixPath, PureWindowsPath):
@@ -233,7 +232,7 @@ def license_of(base: str, chosen: str | None) -> str:
 
 
 def _is_secret(value: Any) -> bool:
-    """Tell texts from numbers and switches, such as max_new_tokens."""
+    """Tell secrets from numbers and flags, such as max_new_tokens."""
     return isinstance(value, (str, dict, list)) and bool(value)
 
 
@@ -252,7 +251,7 @@ def _answers(run: Run) -> Iterator[str]:
 
 
 def _fenced(text: str, language: str = "") -> str:
-    """Put a text in a code block that nothing in it can end."""
+    """Put a text in a code block with a longer fence than any in it."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"

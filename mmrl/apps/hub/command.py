@@ -23,7 +23,7 @@ from mmrl.monitoring.report.runs import read_run
 from mmrl.policies.contracts import Exports
 
 COPIED = ("metrics.jsonl", "evaluation.json")
-# under which peft, transformers and diffusers write where the base model was read from
+# keys under which peft, transformers and diffusers record the base model's path
 ORIGINS = ("base_model_name_or_path", "_name_or_path", "name_or_path")
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
@@ -42,8 +42,8 @@ class Request:
 def push(run: Path, request: Request) -> str:
     """Write the card and the weights of a run and upload them. Returns the address.
 
-    Raises UserError for a name that the hub does not take, a missing login, a hub that cannot be
-    reached; the folder that was to be uploaded is kept then, and named.
+    Raises UserError for a name that the hub does not accept, a missing login, a hub that cannot be
+    reached; the folder to upload is then kept, and named.
     """
     check_name(request.repository)
     _check_login()
@@ -55,7 +55,7 @@ def push(run: Path, request: Request) -> str:
 
 
 def write(run: Path, request: Request, folder: Path) -> Path:
-    """Write everything that would be uploaded into a new folder; needs no network."""
+    """Write everything to upload into a new folder; needs no network."""
     check_name(request.repository)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; name a new folder")
@@ -104,8 +104,8 @@ def check_name(repository: str) -> None:
 
 
 def _picture(run: Path, draft: Path) -> str:
-    """Copy the picture or film of before and after; returns its name, empty without one."""
-    with suppress(UserError, OSError):  # a run of texts has none; a folder may be read-only
+    """Copy the before-and-after picture or film; returns its name, empty without one."""
+    with suppress(UserError, OSError):  # a run of texts has none; the folder may be read-only
         before_after_picture(run)
     picture = saved_picture(run / BEFORE_AFTER)
     if picture is None:
@@ -115,14 +115,14 @@ def _picture(run: Path, draft: Path) -> str:
 
 
 def _keep_apart(draft: Path) -> None:
-    """Give way to a file of the export that has a name of ours."""
-    if (draft / "README.md").is_file():  # peft writes an empty form of a card
+    """Rename a file of the export that has one of mmrl's names."""
+    if (draft / "README.md").is_file():  # peft writes an empty card template
         (draft / "README.md").unlink()
 
 
 def _hide_origins(draft: Path, base_id: str) -> None:
-    """Replace paths on this machine in the files of an export by the base's name on the hub, or by
-    the path's last part."""
+    """Replace local paths in the files of an export by the base's name on the hub, or the path's
+    last part."""
     for path in draft.rglob("*.json"):
         content = json_object(path)
         local = {
@@ -152,7 +152,7 @@ def _upload(folder: Path, request: Request) -> str:
     api = HfApi(library_name="mmrl")
     with _explained(api.endpoint, folder, request.repository):
         api.create_repo(request.repository, private=request.private, exist_ok=True)
-        # the hub ignores `private` where the repository exists
+        # the hub ignores `private` if the repository exists
         if request.private and not api.model_info(request.repository).private:
             raise UserError(
                 f"{request.repository} exists and is public, so --private would upload in the "
@@ -167,7 +167,7 @@ def _upload(folder: Path, request: Request) -> str:
 
 @contextmanager
 def _explained(endpoint: str, folder: Path, repository: str) -> Iterator[None]:
-    """Turn errors of the hub's client into a sentence; what was to be uploaded stays."""
+    """Convert errors of the hub's client to a sentence; the folder to upload is kept."""
     from huggingface_hub.errors import HfHubHTTPError
 
     later = f"what was to be uploaded is in {folder}; later: hf upload {repository} {folder}"
@@ -184,9 +184,9 @@ def _explained(endpoint: str, folder: Path, repository: str) -> Iterator[None]:
             ) from error
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{endpoint} refused the upload: {reason}; {later}") from error
-    except Exception as error:  # of the client's transport, httpx or httpx2, by its version
+    except Exception as error:  # the client's HTTP library is httpx or httpx2, by version
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
-            f"the upload to {endpoint} failed ({reason}); look at the network and HF_ENDPOINT; "
+            f"the upload to {endpoint} failed ({reason}); check the network and HF_ENDPOINT; "
             f"{later}"
         ) from error

@@ -1,4 +1,4 @@
-"""Says how to load what a run has exported: in diffusers, transformers and ComfyUI."""
+"""Explains how to load an export: in diffusers, transformers and ComfyUI."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ TASKS = (
 
 @dataclass(frozen=True)
 class Export:
-    """Describes an export. ``pipeline``: diffusers' class; ``base``: what was trained, as the
-    configuration names it; ``base_id``: its name on the hub, empty where it has none.
-    ``auto_class``: the class of transformers that loads it."""
+    """Describes an export. ``pipeline``: diffusers' class; ``base``: the trained model, as named in
+    the configuration; ``base_id``: its name on the hub, if any. ``auto_class``: the class of
+    transformers that loads it."""
 
     kind: Kind
     pipeline: str
@@ -51,8 +51,8 @@ class Export:
 def describe(
     folder: Path, run: Run, pipeline: str, makes: str | None, auto_class: str = ""
 ) -> Export:
-    """Look at the files of an export. ``pipeline``, ``auto_class``: the policy's classes in
-    diffusers and transformers, if it has such."""
+    """Describe an export by its files. ``pipeline``, ``auto_class``: the policy's classes in
+    diffusers and transformers, if any."""
     kind = kind_of(folder)
     index = json_object(folder / "model_index.json")
     pipeline = str(index.get("_class_name") or pipeline)
@@ -67,7 +67,7 @@ def describe(
 
 
 def kind_of(folder: Path) -> Kind:
-    """Tell what an export is, by its files."""
+    """Return the kind of an export, by its files."""
     marks: tuple[tuple[str, Kind], ...] = (
         ("pytorch_lora_weights.safetensors", "diffusers_lora"),
         ("model_index.json", "diffusers"),
@@ -101,7 +101,7 @@ def instructions(export: Export, repository: str) -> str:
 
 
 def code(export: Export, place: str) -> str:
-    """Return the Python lines that load an export from ``place``; "" where there are none."""
+    """Return the Python lines that load an export from ``place``; "" if there are none."""
     text = instructions(export, place)
     return text.partition("```python\n")[2].partition("\n```")[0]
 

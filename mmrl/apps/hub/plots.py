@@ -1,4 +1,4 @@
-"""Draws the curves of a model card as a PNG file, since a hub's page shows no SVG and no script."""
+"""Draws the curves of a model card as a PNG file, since hub pages show neither SVG nor scripts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PANELS = (
 )
 MOST_PANELS = 4
 WIDTH, HEIGHT = 560, 300  # of a panel
-SCALE = 2  # drawn larger and shrunk: smooth lines
+SCALE = 2  # supersampling for smooth lines
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 40, 40
 
 
@@ -94,7 +94,7 @@ def _panel(title: str, x: Sequence[int], values: Numbers) -> Image.Image:
 
 
 def _plain(label: str) -> str:
-    """Write the minus as a hyphen: the font that Pillow brings has no other."""
+    """Write the minus as a hyphen: Pillow's default font has no minus."""
     return label.replace("\u2212", "-")
 
 

@@ -1,4 +1,4 @@
 """Holds programs to run before training, each ``python -m mmrl.apps.prepare.NAME``.
 
-What prompts earn, what states they have, thoughts from answers, the shares of a mixture.
+Rewards of prompts, their hidden states, thoughts from answers, the weights of a mixture.
 """

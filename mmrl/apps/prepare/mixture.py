@@ -58,7 +58,7 @@ def weights_of(run: Path) -> Mapping[str, float]:
 
 
 def within(section: Any) -> dict[str, Any] | None:
-    """Find the options of ``mixture`` in a data section, also inside other sources."""
+    """Find the options of ``mixture`` in a data section, also nested in other sources."""
     if not isinstance(section, dict):
         return None
     if "mixture" in section:
@@ -67,7 +67,7 @@ def within(section: Any) -> dict[str, Any] | None:
 
 
 def score_of(run: Path, rewards: Sequence[str]) -> float:
-    """Return the mean of what the trained model of a run was evaluated at."""
+    """Return the mean reward of a run's trained model in its evaluation."""
     rows = json.loads(read(run / "evaluation.json", f"run: mmrl evaluate {run}"))["rows"]
     trained = [row["rewards"] for row in rows if row["model"] == "trained"]
     if not trained:
@@ -86,7 +86,7 @@ def read(path: Path, remedy: str) -> str:
 
 
 def proposed(rows: Sequence[Measured], form: mixing.Form, least: float) -> str:
-    """Return what is to be printed: the fit, every mixture, the proposal as an override."""
+    """Return the output: the fit, every mixture, the proposal as an override."""
     names = list(dict.fromkeys(name for weights, _ in rows for name in weights))
     table = np.array([[weights.get(name, 0.0) for name in names] for weights, _ in rows])
     scores = np.array([score for _, score in rows])

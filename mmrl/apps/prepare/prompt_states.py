@@ -1,11 +1,11 @@
-"""Writes the state that the untrained policy of a configuration has of its training prompts.
+"""Writes the untrained policy's embeddings of a configuration's training prompts.
 
     python -m mmrl.apps.prepare.prompt_states CONFIG --out FILE.npy [key=value ...]
 
 A .npy file [prompts, H] in the order of the data, which the data sources depo and pcl read as
-``embeddings``: of a VLM its own hidden state at the prompt's last token, pictures seen; of other
-families what their encoder makes of the prompt. A configuration whose data names the file to be
-written takes the override that leaves it out.
+``embeddings``: for a VLM its hidden state at the prompt's last token, with pictures; for other
+families their encoder's output. If the configuration's data names the file to be written, override
+that.
 """
 
 from __future__ import annotations

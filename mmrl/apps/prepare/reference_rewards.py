@@ -1,11 +1,12 @@
-"""Measures what the untrained policy of a configuration earns on its training prompts.
+"""Measures the untrained policy's rewards on a configuration's training prompts.
 
     python -m mmrl.apps.prepare.reference_rewards CONFIG --out FILE
         [--num-samples N] [key=value ...]
 
 Writes JSON lines, {"text": the prompt, "reward": the weighted sum for each sample}, which the
-advantages pvpo, aapo and single_stream read as ``file``, and which tell how hard a prompt is. A
-configuration whose advantage names the file to be written takes the override advantage=grpo.
+advantages pvpo, aapo and single_stream read as ``file``, and which measure the difficulty of a
+prompt. If the configuration's advantage names the file to be written, override it with
+advantage=grpo.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from samplers.noise import Rng
 def measured(
     session: build.Session, prompts: list[Prompt], copies: int, batch: int, seed: int
 ) -> Iterator[list[float]]:
-    """Yield the finite rewards of every prompt's samples, drawn as in training."""
+    """Yield the finite rewards of every prompt's samples, sampled as in training."""
     policy = session.policy
     policy.prepare(prompts)
     for first in range(0, len(prompts), batch):

@@ -1,12 +1,12 @@
-"""Lets the untrained policy of a configuration write the thoughts of its training rows.
+"""Generates thoughts for a configuration's training rows with its untrained policy.
 
     python -m mmrl.apps.prepare.reverse_thinking CONFIG --out FILE
         [--instruction TEXT] [key=value ...]
 
-The model is shown every question with its right answer, and is asked for the thoughts that lead
-there (reverse thinking of TON, Wang et al. 2025, in our words). Writes JSON lines, the rows with
-what it wrote under ``thought``, for ``objective: sft`` with a template. Of a configuration with
-stages the first is meant. Answers that were cut at the limit are left out.
+The model gets every question with its right answer, and is asked for the thoughts that lead there
+(reverse thinking of TON, Wang et al. 2025, in our wording). Writes JSON lines, the rows with its
+text under ``thought``, for ``objective: sft`` with a template. For a configuration with stages the
+first is used. Truncated answers are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INSTRUCTION = (
     "the question for the first time comes to it, step by step. Do not state the answer itself, "
     "and write nothing but the thoughts."
 )
-DERIVED = ("origin", "view", "system")  # keys of a prompt that are no part of its row
+DERIVED = ("origin", "view", "system")  # keys of a prompt that are not part of its row
 
 
 def requests(prompts: list[Prompt], instruction: str, field: str) -> Iterator[Prompt]:
@@ -48,7 +48,7 @@ def requests(prompts: list[Prompt], instruction: str, field: str) -> Iterator[Pr
 
 
 def thoughts(session: build.Session, prompts: list[Prompt], batch: int) -> Iterator[str | None]:
-    """Yield what the policy writes to each prompt, its likeliest answer; None where it was cut."""
+    """Yield the policy's greedy answer to each prompt; None if truncated."""
     policy = session.policy
     for first in range(0, len(prompts), batch):
         part = prompts[first : first + batch]
@@ -60,7 +60,7 @@ def thoughts(session: build.Session, prompts: list[Prompt], batch: int) -> Itera
 
 
 def row_of(prompt: Prompt, thought: str) -> dict[str, Any]:
-    """Return the row with its thought. UserError if it holds what no file of rows can."""
+    """Return the row with its thought. UserError if it is not JSON-serialisable."""
     row = {key: value for key, value in prompt.items() if key not in DERIVED}
     try:
         json.dumps(row)

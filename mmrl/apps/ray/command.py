@@ -1,4 +1,4 @@
-"""Runs ``mmrl train CONFIG --engine ray``: the driver, which trains nothing itself."""
+"""Runs ``mmrl train CONFIG --engine ray``: the driver, which does not train itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mmrl.experiment.lifecycle import run_folder
 from mmrl.experiment.stopping import RESUMABLE, Signals
 
 ENGINES = ("ray",)
-# what `accelerate launch --use_fsdp --fsdp_version 2 ...` sets
+# variables set by `accelerate launch --use_fsdp --fsdp_version 2 ...`
 STRATEGIES = {
     "ddp": {},
     "fsdp2": {
@@ -39,16 +39,16 @@ STRATEGIES = {
         "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     },
 }
-HEARD = 60.0  # seconds after which the death of a node is known everywhere
-LAST = 60.0  # seconds that the other ranks have to end when one has failed
+HEARD = 60.0  # seconds until the death of a node is known everywhere
+LAST = 60.0  # seconds for the other ranks to end after one has failed
 
 
 def train(
     engine: str, name: Path, overrides: Sequence[str], resume: bool = False, accept: bool = False
 ) -> int:
-    """Train on a Ray cluster. Returns the exit status, as ``mmrl train`` without it would.
+    """Train on a Ray cluster. Returns the exit status, as ``mmrl train`` without Ray.
 
-    Raises UserError for everything a user can mend, most of it before anything is loaded.
+    Raises UserError for everything a user can fix, mostly before anything is loaded.
     """
     if engine not in ENGINES:
         raise UserError(f"--engine: unknown engine {engine!r}; known: {', '.join(ENGINES)}")
@@ -67,7 +67,7 @@ def train(
 
 
 def configured(name: Path, overrides: Sequence[str], resume: bool) -> Config:
-    """Read and check the configuration, of a run with stages the first of them."""
+    """Read and check the configuration, or the first stage of one with stages."""
     file = config_of(name) if resume else name
     _, stages = config.load_stages(file, overrides)
     chosen = [*overrides, f"stage={stages[0]}"] if stages else list(overrides)
@@ -80,7 +80,7 @@ def configured(name: Path, overrides: Sequence[str], resume: bool) -> Config:
 
 
 def places(configuration: Config, options: RayOptions) -> Iterator[dict[str, float]]:
-    """List what every actor of a run takes: trainers, rollout workers, workers of rewards."""
+    """List the resources of every actor of a run: trainers, rollout workers, reward workers."""
     trainer = {"CPU": options.cpus_per_trainer, "GPU": options.gpus_per_trainer}
     yield from [trainer] * options.trainers
     sampler = {"CPU": options.cpus_per_rollout_worker, "GPU": options.gpus_per_rollout_worker}
@@ -96,12 +96,12 @@ def places(configuration: Config, options: RayOptions) -> Iterator[dict[str, flo
 
 
 class Lost(Exception):
-    """Signals that a trainer has died: the run can go on from its last checkpoint."""
+    """Signals that a trainer has died: the run can resume from its last checkpoint."""
 
 
 @dataclass
 class Driver:
-    """Starts the trainers of a run, hands on signals, and begins them anew where one is lost."""
+    """Starts the trainers of a run, forwards signals, and restarts them if one is lost."""
 
     ray: Any
     options: RayOptions
@@ -109,10 +109,11 @@ class Driver:
     signals: Signals = field(default_factory=lambda: Signals(lambda: None))
     ranks: list[Any] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # where each rank runs
-    owner: str = field(default_factory=lambda: uuid.uuid4().hex)  # of what the trainers reserve
+    owner: str = field(default_factory=lambda: uuid.uuid4().hex)  # placement group of the trainers
 
     def run(self, job: Job) -> int:
-        """Train to the end; after a loss from the last checkpoint, ``max_restarts`` times."""
+        """Train to the end; after a loss, resume from the last checkpoint, up to ``max_restarts``
+        times."""
         listen()
         show_by(self._show)
         for restart in range(self.options.max_restarts + 1):
@@ -139,7 +140,7 @@ class Driver:
         group = connection.reserve(
             self.ray, [held] * options.trainers, what, "PACK", options.timeout
         )
-        # beside the driver: it must live as long
+        # on the driver's node: it must live as long
         control = (
             self.ray.remote(num_cpus=0)(Control)
             .options(scheduling_strategy=connection.beside(self.ray))
@@ -196,13 +197,13 @@ class Driver:
                         return INTERRUPTED if sent == 2 else RESUMABLE
                     raise self._loss(rank, error) from error
                 except self.ray.exceptions.RayTaskError as error:
-                    # whoever waits for one that has died fails too, and may be heard first
+                    # ranks that wait for a dead one also fail, and may be reported first
                     if (lost := self._lost(waiting, refs)) and not sent:
                         raise lost from error
                     raise
                 if outcomes[rank].problem:
                     deadline = min(deadline, time.monotonic() + LAST)
-        time.sleep(1.0)  # what they have printed last arrives
+        time.sleep(1.0)  # wait for their last output
         problems = dict.fromkeys(o.problem for o in outcomes.values() if o.problem)
         if problems:
             text = "\n".join(problems)
@@ -210,7 +211,7 @@ class Driver:
         return max(outcome.status for outcome in outcomes.values())
 
     def _lost(self, waiting: Sequence[Any], refs: dict[Any, int]) -> Lost | None:
-        """Return the loss of a trainer, if one of those that are waited for has died."""
+        """Return the loss of a trainer, if one of the awaited ones has died."""
         ended, _ = self.ray.wait(list(waiting), num_returns=len(waiting), timeout=HEARD)
         for ref in ended:
             try:
@@ -225,7 +226,7 @@ class Driver:
         return Lost(f"trainer {rank} {self.names[rank]} has died: {cause_of(error)}")
 
     def _show(self, worker: tuple[str, str], name: str, lines: list[str]) -> None:
-        """Print what workers print: of the first trainer as it is, of others with their name."""
+        """Print the output of workers: the first trainer's unchanged, others' with their name."""
         process = where(int(worker[0]), worker[1]) if worker[0].isdigit() else ""
         if process and process in self.names:
             rank = self.names.index(process)
@@ -239,8 +240,8 @@ class Driver:
 
 
 def environment(rank: int, size: int, address: str, port: int, gpus: bool) -> dict[str, str]:
-    """Return what torchrun would set for a rank. Ray shows each actor its own GPUs only, so that
-    the first is always the one."""
+    """Return what torchrun would set for a rank. Ray shows each actor only its own GPUs, so that it
+    is always the first."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

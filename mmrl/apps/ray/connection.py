@@ -1,5 +1,5 @@
-"""Joins a Ray cluster and reserves places on it; whatever is wrong is one sentence, before anything
-is loaded."""
+"""Connects to a Ray cluster and reserves resources; problems are one sentence, before anything is
+loaded."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 from mmrl.core.errors import UserError
 
-SUPPORTED = "2.60"  # its log records are read, which are no public interface
+SUPPORTED = "2.60"  # reads its log records, which are not a public interface
 INSTALL = "pip install 'multimodal-rl[ray]'"
 NAMESPACE = "mmrl"
-OWNER = "MMRL_RAY_OWNER"  # whose places those are that a process reserves
+OWNER = "MMRL_RAY_OWNER"  # owner of the resources that a process reserves
 NAMES = {"CPU": "CPUs", "GPU": "GPUs"}
 Bundle = Mapping[str, float]
 
 
 def check_version() -> None:
-    """Raise UserError where Ray is absent, or is another version."""
+    """Raise UserError if Ray is missing, or of another version."""
     try:
         installed = version("ray")
     except PackageNotFoundError as error:
@@ -37,15 +37,14 @@ def check_version() -> None:
 
 
 def join(address: str | None = None, timeout: float = 60.0) -> Any:
-    """Return the module ``ray``, connected: to ``address``, to RAY_ADDRESS, or to a cluster of this
-    machine alone, begun here. Within a worker of a cluster, and after the first call, it is
-    connected already.
+    """Return the module ``ray``, connected: to ``address``, to RAY_ADDRESS, or to a new local
+    cluster. In a worker of a cluster, and after the first call, it is already connected.
 
-    Raises UserError where Ray is absent, another version, or nobody answers at the address.
+    Raises UserError if Ray is missing, of another version, or nothing answers at the address.
     """
     check_version()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody elsewhere is told
-    # else every start of a worker repeats a warning about a change of Ray's that is to come
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics
+    # silences a deprecation warning at every start of a worker
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray = importlib.import_module("ray")
     if ray.is_initialized():
@@ -60,13 +59,13 @@ def join(address: str | None = None, timeout: float = 60.0) -> Any:
             logging_level="ERROR",
             **({} if address else {"include_dashboard": False}),
         )
-    except Exception as error:  # a node that is too slow to start raises Exception itself
+    except Exception as error:  # a node that is too slow to start raises plain Exception
         raise UserError(_unreachable(address, str(error))) from error
     return ray
 
 
 def _check_address(address: str, timeout: float) -> None:
-    """Raise UserError where nobody listens: Ray itself would try for a minute, and print pages."""
+    """Raise UserError if nothing listens: Ray would retry for a minute, and print pages."""
     if address in ("auto", "local"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -93,9 +92,9 @@ def _unreachable(address: str | None, reason: str) -> str:
 
 
 def check_fit(ray: Any, bundles: Sequence[Bundle], what: str) -> None:
-    """Raise UserError where the cluster could never hold the bundles, even if nobody else used it.
+    """Raise UserError if the cluster could never hold the bundles, even if it were idle.
 
-    ``what`` asks for them, in words.
+    ``what``: who needs them, in words.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for key in ("GPU", "CPU"):
@@ -119,8 +118,8 @@ def check_fit(ray: Any, bundles: Sequence[Bundle], what: str) -> None:
 def reserve(
     ray: Any, bundles: Sequence[Bundle], what: str, strategy: str = "PACK", timeout: float = 60.0
 ) -> Any:
-    """Return a placement group with these bundles, reserved. Raises UserError where they do not
-    fit, or others hold them for ``timeout`` seconds."""
+    """Return a placement group with these bundles, reserved. Raises UserError if they do not fit,
+    or are taken for ``timeout`` seconds."""
     check_fit(ray, bundles, what)
     util = importlib.import_module("ray.util")
     name = f"{os.environ.get(OWNER, '')}{uuid.uuid4().hex}"
@@ -137,14 +136,14 @@ def reserve(
 
 
 def release(group: Any) -> None:
-    """Give a placement group back."""
+    """Release a placement group."""
     importlib.import_module("ray.util").remove_placement_group(group)
 
 
 def release_left(owner: str) -> None:
-    """Give back what processes that had ``owner`` in their environment have reserved and left.
+    """Release what processes with ``owner`` in their environment have reserved and left behind.
 
-    Ray keeps a group that an actor has made until the whole job ends, also when the actor has died.
+    Ray keeps a group created by an actor until the whole job ends, even if the actor has died.
     """
     util = importlib.import_module("ray.util")
     for entry in util.placement_group_table().values():

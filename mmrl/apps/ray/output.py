@@ -1,5 +1,4 @@
-"""Keeps the last lines that every worker of a cluster printed, so that one that dies can be
-named with them."""
+"""Keeps the last lines printed by every worker of a cluster, for the message when one dies."""
 
 from __future__ import annotations
 
@@ -12,17 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 LINES = 20  # of a worker
-SETTLE = 3.0  # seconds until the lines of a worker that has died have arrived
+SETTLE = 3.0  # seconds to wait for the lines of a dead worker
 WORKER = re.compile(r"\(process (\d+) on ([^\s)]+)\)")
 
 
 def where(pid: int, address: str) -> str:
-    """Write where a worker runs, as ``LastLines`` finds it in messages."""
+    """Format where a worker runs, as ``LastLines`` searches it in messages."""
     return f"(process {pid} on {address})"
 
 
 class LastLines:
-    """Listens to what workers print, on the driver."""
+    """Collects the output of workers, on the driver."""
 
     def __init__(self) -> None:
         # prints the lines of a worker (its process and node, the name of its class); None: Ray does
@@ -31,7 +30,7 @@ class LastLines:
         self.lock = threading.Lock()
 
     def listen(self) -> LastLines:
-        """Take part in Ray's stream of worker output."""
+        """Subscribe to Ray's stream of worker output."""
         logs = importlib.import_module("ray._private.ray_logging")
         logs.global_worker_stdstream_dispatcher.add_handler(f"mmrl-{id(self)}", self.hear)
         return self
@@ -41,7 +40,7 @@ class LastLines:
         logs.global_worker_stdstream_dispatcher.remove_handler(f"mmrl-{id(self)}")
 
     def hear(self, record: dict[str, Any]) -> None:
-        """Take up a record of Ray's: the lines of one worker."""
+        """Process a record of Ray's: the lines of one worker."""
         worker = str(record.get("pid")), str(record.get("ip"))
         lines = [line for line in record.get("lines") or () if line.strip()]
         with self.lock:
@@ -70,20 +69,20 @@ _listener: LastLines | None = None
 
 
 def show_by(shows: Callable[[tuple[str, str], str, list[str]], None]) -> None:
-    """Print what workers print by a function, not by Ray with its prefixes."""
+    """Print worker output by a function, instead of Ray's prefixes."""
     logs = importlib.import_module("ray._private.ray_logging")
     logs.global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
     listen().shows = shows
 
 
 def last_output(message: str) -> str:
-    """Return the last output of the workers that a message names; empty where this process is none
-    that Ray tells."""
+    """Return the last output of the workers that a message names; empty if this process does not
+    receive it."""
     return "" if _listener is None else _listener.of(message)
 
 
 def listen() -> LastLines:
-    """Begin to keep what workers print, once."""
+    """Start to collect worker output, once."""
     global _listener
     if _listener is None:
         _listener = LastLines().listen()

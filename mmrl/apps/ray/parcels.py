@@ -1,4 +1,4 @@
-"""Packs samples for the way to a worker and opens them there."""
+"""Packs samples for transport to a worker and unpacks them there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Parcel:
-    """Holds the samples of one call of a reward, as they travel."""
+    """Holds the samples of one call of a reward, for transport."""
 
     media: Any
     prompts: list[dict[str, Any]]
@@ -34,20 +34,20 @@ def packed(media: Media, prompts: Sequence[Prompt], rows: slice, spelled: bool) 
     rewards of steps read."""
     part = media[rows]
     if isinstance(part, Tensor):
-        # a copy: a part of a batch would take the whole of it along
+        # a copy: a view would send the whole batch
         return Parcel(part.detach().cpu().clone(), list(prompts[rows]))
     return Parcel([_folded(item, spelled) for item in part], list(prompts[rows]))
 
 
 def opened(parcel: Parcel) -> tuple[Media, list[Prompt]]:
-    """Return samples and prompts as a reward sees them."""
+    """Return samples and prompts as the arguments of a reward."""
     if isinstance(parcel.media, Tensor):
         return parcel.media, parcel.prompts
     return [_unfolded(item) for item in parcel.media], parcel.prompts
 
 
 def _folded(item: Any, spelled: bool) -> Any:
-    """Make plain data of a completion, which holds a function."""
+    """Convert a completion, which holds a function, to plain data."""
     if not isinstance(item, Completion):
         return item
     texts = item.spell() if spelled and item.spell is not None else None
@@ -68,7 +68,7 @@ def _unfolded(item: Any) -> Any:
 
 
 class Folded:
-    """Holds a completion as it travels."""
+    """Holds a completion for transport."""
 
     def __init__(self, text: str, facts: dict[str, Any], texts: list[str] | None):
         self.text = text

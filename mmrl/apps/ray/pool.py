@@ -1,10 +1,9 @@
-"""Shares units of work among the workers of a Ray cluster; none is lost, none counts twice.
+"""Distributes units of work over the workers of a Ray cluster; none is lost or counted twice.
 
-A worker takes one unit at a time, so that a fast one does more of them. What a worker was doing
-when it died is done by another, and the worker is begun anew where there is room. A unit that takes
-far longer than the others is also handed to an idle worker, and the first answer counts: units are
-functions of what they are handed, so that both answers would be equal. Answers come back in the
-order of the units.
+A worker takes one unit at a time, so that a fast one does more. The unit of a dead worker is done
+by another, and the worker is restarted where there is room. A unit that takes far longer than the
+others is also given to an idle worker, and the first answer counts: units are pure functions, so
+that both answers are equal. Answers are returned in the order of the units.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from mmrl.apps.ray.output import last_output, where
 from mmrl.core.errors import UserError
 
 TRIES = 3  # deaths of its worker after which a unit is not tried again
-LATE = 3.0  # times the median of the units that are done, after which a unit is handed out again
-LEAST = 0.5  # seconds in which nothing counts as late
-TICK = 0.25  # seconds between looks at what is late
+LATE = 3.0  # multiple of the median time after which a unit is given out again
+LEAST = 0.5  # seconds before anything counts as late
+TICK = 0.25  # seconds between checks for late units
 
 
 @dataclass
 class Started:
-    """Says where a worker runs; ``problem``: why it cannot work, in a sentence; "": it can."""
+    """Holds where a worker runs; ``problem``: why it cannot work, in a sentence; "": it can."""
 
     pid: int
     address: str
@@ -42,7 +41,7 @@ class Member:
 
     actor: Any
     pending: Any = None  # the ref that is awaited; None: idle
-    job: tuple[int, int] | None = None  # (run, unit); None while it begins
+    job: tuple[int, int] | None = None  # (run, unit); None while it starts
     since: float = 0.0
     place: Started | None = None  # None: not placed yet
 
@@ -70,8 +69,8 @@ class Pool:
         what: the workers in words, for messages: "reward 'ocr'".
         create: places a new actor, which has the methods ``where() -> Started``, ``begin() ->
             Started``, which prepares it, and ``work(unit)``.
-        size: how many workers.
-        patience: seconds that all workers may be without a place before it is an error.
+        size: number of workers.
+        patience: seconds that all workers may wait for resources before it is an error.
     """
 
     def __init__(
@@ -88,8 +87,8 @@ class Pool:
         self.patience = patience
         self.lock = threading.Lock()
         self.runs = 0
-        self.lost: list[str] = []  # workers that have died, as they were called
-        self.repeated = 0  # units that were handed out again since they were late
+        self.lost: list[str] = []  # names of workers that have died
+        self.repeated = 0  # units given out again because they were late
         self.members = [self._begun() for _ in range(size)]
 
     def run(
@@ -99,8 +98,8 @@ class Pool:
     ) -> list[Any]:
         """Work on all units and return their answers, in order. ``done`` sees each as it comes.
 
-        Raises UserError where no worker is left, where a unit takes its workers down with it, or
-        where a worker cannot begin; and whatever ``work`` raises.
+        Raises UserError if no worker is left, if a unit kills its workers, or if a worker cannot
+        start; and whatever ``work`` raises.
         """
         with self.lock:
             self.runs += 1
@@ -142,8 +141,8 @@ class Pool:
             member.since = time.monotonic()
 
     def _late(self, progress: Progress) -> int | None:
-        """Choose the unit that has been worked on longest, by one worker, and far longer than
-        others took; None: there is none."""
+        """Choose the unit that a single worker has been working on longest, far longer than others
+        took; None: there is none."""
         if not progress.seconds:
             return None
         now = time.monotonic()
@@ -166,8 +165,8 @@ class Pool:
         return min(late)[1]
 
     def _await(self, progress: Progress) -> bool:
-        """Wait until a worker has something, at most a tick; take up what it is. Tells whether
-        there was anything."""
+        """Wait for a worker's result, at most a tick, and process it. Tells whether there was
+        one."""
         busy = {member.pending: member for member in self.members if member.pending is not None}
         if not busy:
             raise UserError(self._forsaken())
@@ -205,7 +204,7 @@ class Pool:
     def _bury(
         self, member: Member, job: tuple[int, int] | None, progress: Progress, error: Exception
     ) -> None:
-        """Begin a worker anew in the place of one that has died; hand its unit out again."""
+        """Restart a dead worker; requeue its unit."""
         self.lost.append(member.name())
         place = self.members.index(member)
         if job is not None and job[0] == self.runs:
@@ -224,7 +223,7 @@ class Pool:
         self.members[place] = self._begun()
 
     def _again(self, job: tuple[int, int] | None, progress: Progress) -> None:
-        """Put a unit back to those that wait, unless it is answered or another works on it."""
+        """Requeue a unit, unless it is answered or another worker has it."""
         if job is None or job[0] != self.runs or job[1] in progress.answers:
             return
         if not any(member.job == job for member in self.members):
@@ -241,7 +240,7 @@ class Pool:
 
 
 def cause_of(error: Exception) -> str:
-    """Return why Ray says that a worker has died, in one line."""
+    """Return Ray's cause of a worker's death, in one line."""
     text = " ".join(str(error).split())
     _, _, cause = text.partition("The actor is dead because ")
     return (cause or text).partition(" Some common causes")[0][:400]

@@ -1,5 +1,5 @@
-"""Defines the actor that is one process of a training: it runs the same loop as a process that
-torchrun has started. Light until it begins, since numeric libraries read their settings when torch
+"""Defines the actor of one training process, which runs the same loop as a process started by
+torchrun. It imports little before it starts, since numeric libraries read their settings when torch
 is loaded."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mmrl.apps.ray.workers import Surroundings, Worker, prepared
 
 
 class Control:
-    """Passes on what the user wants of the run: a signal that asks it to end."""
+    """Forwards the user's signal to end the run."""
 
     def __init__(self) -> None:
         self.number = 0
 
     def stop(self, number: int) -> None:
-        """Take a signal that has reached the driver."""
+        """Receive a signal from the driver."""
         self.number = number
 
     def signal(self) -> int:
@@ -34,7 +34,7 @@ class Control:
 
 @dataclass(frozen=True)
 class Job:
-    """Holds what ``mmrl train`` was told."""
+    """Holds the arguments of ``mmrl train``."""
 
     name: str
     overrides: Sequence[str]
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Says how a rank ended: its exit status; ``problem``: the user's mistake in a sentence."""
+    """Holds how a rank ended: its exit status; ``problem``: the user's mistake in a sentence."""
 
     status: int = 0
     problem: str = ""
@@ -58,7 +58,7 @@ class TrainerRank(Worker):
         self.control = control
 
     def port(self) -> int:
-        """Find a free port of this node, where the processes meet."""
+        """Find a free port of this node, for the rendezvous."""
         with socket.socket() as free:
             free.bind(("", 0))
             return int(free.getsockname()[1])

@@ -26,17 +26,17 @@ from mmrl.core.types import Media, Prompt
 from rewards.card import Card, Sums
 
 OURS = ("mmrl", "rewards", "samplers")
-PARTS = 2  # units a worker, where no batch size says how large they are
+PARTS = 2  # units per worker, without a batch size
 
 
 class Placed:
-    """Scores samples by workers elsewhere; to the rest of mmrl a reward like any other.
+    """Scores samples on remote workers; to the rest of mmrl a reward like any other.
 
     Args:
         name: of the reward in the configuration.
-        card: of the reward, which is built by the workers only.
-        recipe: a function of an importable module, and what it makes the reward of.
-        handling: how many workers, and what each takes.
+        card: of the reward, which only the workers build.
+        recipe: a function of an importable module, and its argument.
+        handling: number of workers, and the resources of each.
         plug_ins: classes and functions that the recipe names.
     """
 
@@ -51,7 +51,7 @@ class Placed:
         check_card(name, card)
         check_version()
         self.name = name
-        self.card = replace(card, differentiable=False)  # no gradient comes back
+        self.card = replace(card, differentiable=False)  # no gradient is returned
         build, spec = recipe
         pickled = importlib.import_module("ray").cloudpickle.dumps(spec)
         self.recipe = f"{build.__module__}:{build.__qualname__}", pickled
@@ -61,10 +61,10 @@ class Placed:
         self.bundle = {"CPU": handling.worker_cpus, "GPU": handling.worker_gpus}
         self.lock = threading.Lock()
         self.pool: Pool | None = None
-        self.group: Any = None  # the places that are reserved
+        self.group: Any = None  # the reserved placement group
         self.counts: dict[str, dict[str, float]] = {}  # of every worker
         self.patience = 60.0
-        # places are reserved now, before a large model is built in vain; workers begin beside it
+        # reserve now, before building a large model; workers start in parallel
         self.begin()
 
     def begin(self) -> Pool:
@@ -75,7 +75,7 @@ class Placed:
                 listen()
                 what = f"reward {self.name!r} with {self.size} workers"
                 bundle = {key: number for key, number in self.bundle.items() if number}
-                if not bundle:  # a place that takes nothing needs no reserving
+                if not bundle:  # without resources nothing is reserved
                     place: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
                 else:
                     group = connection.reserve(
@@ -96,8 +96,7 @@ class Placed:
             return self.pool
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Any:
-        """Return [B], or [B, K] of a step reward; with sums of sub-scores behind it where it has
-        any."""
+        """Return [B], or [B, K] of a step reward; with sums of sub-scores if it has any."""
         slices = parts_of(prompts, self.size, self.rows, self.card.of == "group")
         parcels = [packed(media, prompts, rows, self.card.of == "step") for rows in slices]
         replies = self.begin().run(parcels, self._counted)
@@ -121,7 +120,7 @@ class Placed:
         return sums
 
     def close(self) -> None:
-        """End the workers and give their places back."""
+        """End the workers and release their resources."""
         if self.pool is not None:
             self.pool.close()
             self.pool = None
@@ -135,11 +134,11 @@ class Placed:
 
 
 class WorkerFailure(Exception):
-    """Reports what a reward raised on its worker; says it in the words of there."""
+    """Reports what a reward raised on its worker, with the original message."""
 
 
 def check_card(name: str, card: Card) -> None:
-    """Raise UserError for a reward that cannot be elsewhere."""
+    """Raise UserError for a reward that cannot run remotely."""
     if card.of == "batch":
         raise UserError(
             f"reward {name!r} compares all samples of an iteration in one call: leave place: ray "
@@ -148,12 +147,12 @@ def check_card(name: str, card: Card) -> None:
 
 
 def share_of(workers: int) -> int:
-    """Return how many of a reward's workers are this process's, one of WORLD_SIZE."""
+    """Return this process's number of a reward's workers, as one of WORLD_SIZE."""
     return max(1, workers // int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def here(plug_ins: Iterable[Any] = ()) -> Surroundings:
-    """Describe the surroundings of this process for its workers, who will need ``plug_ins``."""
+    """Describe this process's environment for its workers, which need ``plug_ins``."""
     from mmrl.core.version import __version__
 
     names = ("HF_HUB_OFFLINE", "MMRL_CACHE", "MMRL_SAFE", "TOKENIZERS_PARALLELISM")
@@ -162,7 +161,7 @@ def here(plug_ins: Iterable[Any] = ()) -> Surroundings:
 
 
 def foreign(plug_ins: Iterable[Any] = ()) -> tuple[str, ...]:
-    """Name the files and modules from outside that have registered something here, or define one of
+    """List external files and modules that have registered something here, or define one of
     ``plug_ins``."""
     registered = [entry for registry in ALL.values() for entry in registry.values()]
     modules = {getattr(entry, "__module__", "") for entry in [*registered, *plug_ins]}
@@ -179,7 +178,7 @@ def foreign(plug_ins: Iterable[Any] = ()) -> tuple[str, ...]:
 def parts_of(
     prompts: list[Prompt], workers: int, rows: int | None, whole_groups: bool
 ) -> list[slice]:
-    """Cut a batch into units of ``rows`` samples, or a few a worker; groups stay whole where the
+    """Split a batch into units of ``rows`` samples, or a few per worker; groups stay whole if the
     reward compares them."""
     count = len(prompts)
     size = rows or max(1, -(-count // (workers * PARTS)))

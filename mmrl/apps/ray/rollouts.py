@@ -2,13 +2,13 @@
 
 With ``staleness: 0`` an iteration waits for samples of its own weights: the same as in one process.
 With ``staleness: s`` the samples of iteration i are drawn under the weights that iteration i - s
-began with, while iterations i - s to i - 1 train; which weights that are depends on nothing else,
-so that two such runs are equal. Weights go to the object store once an iteration; a worker takes
-them when it begins the next part, and never waits for them.
+began with, while iterations i - s to i - 1 train; the weights depend on nothing else, so that two
+such runs are equal. Weights go to the object store once per iteration; a worker takes them when it
+begins the next part, and never waits for them.
 
-Samples of older weights are scored again: ``Rollout.logprob`` is that of the weights now (the
-proximal policy), ``sampler_logprob`` that of the weights that sampled, and the objective's
-``importance_sampling`` truncates or masks the weight between the two. Espeholt et al. 2018, IMPALA;
+Samples of older weights are scored again: ``Rollout.logprob`` is that of the current weights (the
+proximal policy), ``sampler_logprob`` that of the sampling weights, and the objective's
+``importance_sampling`` truncates or masks the ratio of the two. Espeholt et al. 2018, IMPALA;
 Hilton et al. 2022, "Batch size-invariance for policy optimization"; Fu et al. 2025, AReaL.
 """
 
@@ -44,7 +44,7 @@ from samplers.noise import Rng
 
 
 def misfits(configuration: Config) -> Iterator[str]:
-    """Say what of a configuration workers that sample cannot do, before anything is loaded."""
+    """List options that sampling workers do not support, before anything is loaded."""
     options = configuration.section("ray", RayOptions)
     train = configuration.section("train", TrainOptions)
     if not options.rollout_workers:
@@ -68,7 +68,7 @@ def misfits(configuration: Config) -> Iterator[str]:
 
 
 def _uncorrected(objective: Any) -> Iterator[str]:
-    """Say why an objective cannot learn from samples of older weights."""
+    """Say why an objective cannot learn from off-policy samples."""
     if objective.requires.differentiates:
         yield "ray.staleness: the objective follows gradients through its own samples: set it to 0"
     if objective.requires.visits and not objective.requires.corrects:
@@ -81,15 +81,15 @@ def _uncorrected(objective: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Tracks samples that are being drawn: for which prompts, from which iteration's weights."""
+    """Tracks samples in progress: their prompts, and the iteration of the sampling weights."""
 
     prompts: list[Prompt]
-    iteration: int  # whose first weights sample
+    iteration: int  # whose initial weights sample
     samples: Future[list[Samples]]
 
 
 class RolloutWorkers:
-    """Samples for one trainer by its share of the workers; stands in for ``collect.draw``."""
+    """Samples for one trainer on its share of the workers; replaces ``collect.draw``."""
 
     def __init__(self, ray: Any, session: Any, trainer: Any, options: RayOptions):
         if options.staleness and isinstance(trainer.prompts, Curriculum):
@@ -141,7 +141,7 @@ class RolloutWorkers:
         parts: int = 1,
         context: RolloutContext | None = None,
     ) -> tuple[Rollout, Media, Any]:
-        """Do what ``collect.draw`` does, the sampling by workers."""
+        """Do the same as ``collect.draw``, with sampling on workers."""
         context = context or RolloutContext()
         iteration = context.iteration
         job = self.jobs.pop(iteration, None) if self.staleness else None
@@ -159,7 +159,7 @@ class RolloutWorkers:
         return rollout, media, lambda: collect.scored(scorer, media, rollout)
 
     def measure(self, sampled: Sampled) -> dict[str, float]:
-        """Report how many updates the weights that sampled are behind, as a monitor."""
+        """Report by how many updates the sampling weights are behind, as a monitor."""
         return {"rollout/staleness": float(self.age)}
 
     def close(self) -> None:
@@ -168,8 +168,8 @@ class RolloutWorkers:
         connection.release(self.group)
 
     def _ahead(self, now: int, later: int) -> Ahead:
-        """Begin to sample a later iteration under the weights of now; everything else is what that
-        iteration will ask for."""
+        """Start sampling a later iteration with the current weights; everything else is as that
+        iteration will request it."""
         trainer = self.trainer
         options, plan = trainer.options, trainer.plan
         first = trainer.device.rank * plan.prompts_per_process
@@ -184,7 +184,7 @@ class RolloutWorkers:
     def _begin(
         self, now: int, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext
     ) -> Ahead:
-        """Hand the sampling of prompts to the workers, in parts that are whole passes."""
+        """Submit the sampling of prompts to the workers, in parts of whole passes."""
         policy = self.trainer.policy
         stored, version = self._weights(policy)
         rows = policy.pass_sizes.rows
@@ -203,8 +203,8 @@ class RolloutWorkers:
         return Ahead(prompts, now, self.thread.submit(self.pool.run, draws))
 
     def _weights(self, policy: Policy) -> tuple[Any, str]:
-        """Return the weights in force, in the object store, and their name; put there once for
-        each update."""
+        """Return the current weights, in the object store, and their version; stored once per
+        update."""
         key = self.trainer.update.step, policy.weights.current
         if self.version != key:
             weights = policy.weights
@@ -225,9 +225,8 @@ class RolloutWorkers:
 
 
 def edges(prompts: int, copies: Copies, rows: int | None, workers: int) -> list[int]:
-    """Return where a list of prompts is cut: every part but the last makes whole passes of ``rows``
-    rows, so that each row shares its pass with the same others as in one process, and rounds
-    alike."""
+    """Return where a list of prompts is split: every part but the last makes whole passes of
+    ``rows`` rows, so that each pass has the same rows as in one process, and rounds equally."""
     if not isinstance(copies, int) or rows is None:
         return [0, prompts]
     unit = rows // math.gcd(rows, copies)
@@ -237,8 +236,8 @@ def edges(prompts: int, copies: Copies, rows: int | None, workers: int) -> list[
 
 @torch.no_grad()
 def corrected(policy: Policy, rollout: Rollout) -> Rollout:
-    """Score samples of older weights under those now in force, and keep what they were drawn
-    with."""
+    """Re-score samples of older weights under the current ones, and keep the sampler's
+    log-probs."""
     known = rollout.provenance.sampler_logprob
     drawn_with = rollout.logprob if known is None else known
     every = torch.ones_like(rollout.row_id, dtype=torch.bool)

@@ -1,4 +1,5 @@
-"""Defines the actor that samples for a trainer. Light until it begins, as ``ranks`` is."""
+"""Defines the actor that samples for a trainer. It imports little before it starts, as in
+``ranks``."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from mmrl.apps.ray.workers import Surroundings, Worker, prepared
 
 @dataclass(frozen=True)
 class Draw:
-    """Asks for the samples of a few prompts.
+    """Requests the samples of a few prompts.
 
-    ``weights``: a reference to the trainable weights, in a list, which keeps Ray from fetching
-    them for a worker that has them; ``version`` names them. ``rows``: of every pass. ``decode``:
-    whether pictures are wanted too.
+    ``weights``: a reference to the trainable weights, in a list, which keeps Ray from fetching them
+    for a worker that has them; ``version`` identifies them. ``rows``: of every pass. ``decode``:
+    also return pictures.
     """
 
     weights: list[Any]
@@ -41,7 +42,7 @@ class Samples:
 
 
 class RolloutWorker(Worker):
-    """Samples with a policy of its own, under the weights that come with what is asked of it."""
+    """Samples with its own policy, under the weights of the request."""
 
     def __init__(self, surroundings: Surroundings, configuration: bytes):
         self.surroundings = surroundings

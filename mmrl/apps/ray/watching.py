@@ -13,7 +13,7 @@ from mmrl.experiment.watching import Watcher
 
 
 class RankWatcher(Watcher):
-    """Ends the run when the driver was told to; hands its sampling to workers, if there are any."""
+    """Ends the run on the driver's signal; moves sampling to workers, if there are any."""
 
     def __init__(self, control: Any):
         self.ray = importlib.import_module("ray")
@@ -27,7 +27,7 @@ class RankWatcher(Watcher):
 
     def iterated(self, iteration: int, metrics: Mapping[str, float]) -> bool:
         if number := self.ray.get(self.control.signal.remote()):
-            signal.raise_signal(number)  # the run handles it as one of its own
+            signal.raise_signal(number)  # the run handles it like a local signal
         return False
 
     def close(self) -> None:

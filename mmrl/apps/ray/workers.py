@@ -1,4 +1,4 @@
-"""Defines what runs on the nodes of a cluster for a reward. Light until it begins: numeric
+"""Defines the reward workers on the nodes of a cluster. It imports little before it starts: numeric
 libraries read their settings when torch is loaded, so those come first."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.apps.ray.pool import Started
 
-if TYPE_CHECKING:  # it imports torch, before which a worker is prepared
+if TYPE_CHECKING:  # it imports torch, and a worker is prepared before that
     from mmrl.apps.ray.parcels import Parcel
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Describes where the driver runs, so that a worker finds what a configuration names:
-    the working directory, and the files and modules of plug-ins."""
+    """Holds the driver's environment, so that a worker finds what a configuration names: the
+    working directory, and the files and modules of plug-ins."""
 
     folder: str
     version: str
@@ -27,8 +27,7 @@ class Surroundings:
     environment: dict[str, str] = field(default_factory=dict)
 
     def enter(self) -> str:
-        """Take them up in a worker. Returns a sentence where this node cannot do the same as the
-        driver; else ""."""
+        """Apply it in a worker. Returns a sentence if this node lacks something; else ""."""
         from mmrl.core.registry import import_file, import_module, load_built_in
         from mmrl.core.version import __version__
 
@@ -51,8 +50,8 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Reply:
-    """Holds what a worker's reward said: ``values`` [n] or [n, K]; or ``problem``, what it raised;
-    ``mistake``: that is the user's. ``counters``: what it has counted since it began; ``parts``:
+    """Holds a worker's result: ``values`` [n] or [n, K]; or ``problem``, what it raised;
+    ``mistake``: whether that is the user's. ``counters``: its counters since the start; ``parts``:
     sums and counts of the sub-scores of these samples."""
 
     values: Any = None
@@ -64,17 +63,18 @@ class Reply:
 
 
 class Worker:
-    """Says where it is, to begin with."""
+    """Base of workers: reports where it runs."""
 
     def where(self) -> Started:
-        """Tell the process and the node."""
+        """Return the process and the node."""
         context = importlib.import_module("ray").get_runtime_context()
         return Started(os.getpid(), address(), str(context.get_node_id()))
 
 
 class RewardWorker(Worker):
-    """Scores samples with one reward, on its node. ``build``: ``module:function`` that makes the
-    reward of ``spec``, which is pickled: it may name classes of plug-ins, which come first."""
+    """Scores samples with one reward, on its node. ``build``: ``module:function`` that builds the
+    reward from ``spec``, which is pickled: it may name classes of plug-ins, which are imported
+    first."""
 
     def __init__(self, surroundings: Surroundings, build: str, spec: bytes):
         self.surroundings = surroundings
@@ -93,13 +93,13 @@ class RewardWorker(Worker):
             module, _, function = self.build.partition(":")
             build = getattr(importlib.import_module(module), function)
             self.reward = build(pickle.loads(self.spec))
-        except (Exception, SystemExit) as error:  # whatever a user's reward may raise
+        except (Exception, SystemExit) as error:  # whatever a user's reward raises
             started.problem = f"node {started.address}: {type(error).__name__}: {error}"
         self.name = f"{started.pid}@{started.address}"
         return started
 
     def work(self, parcel: Parcel) -> Reply:
-        """Score one parcel; what the reward raises is told, not raised."""
+        """Score one parcel; what the reward raises is returned, not raised."""
         from mmrl.apps.ray.parcels import opened
         from mmrl.core.errors import UserError
         from mmrl.scoring.attempt import as_values, describe
@@ -120,8 +120,7 @@ class RewardWorker(Worker):
 
 
 def prepared(surroundings: Surroundings) -> str:
-    """Prepare this process for work, before torch is loaded. Returns a sentence where it cannot
-    be."""
+    """Prepare this process for work, before torch is loaded. Returns a sentence on failure."""
     from mmrl.core.rounding import prepare
 
     os.environ.update(surroundings.environment)

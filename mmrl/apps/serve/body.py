@@ -12,7 +12,7 @@ from rewards.servers.wire import KINDS, BadInput, Parts, parse_json
 
 
 def parts_of(media_type: str, body: bytearray, values: float) -> Parts:
-    """Read a body of JSON of at most so many values, and empty it. Raises BadInput."""
+    """Read a JSON body of a limited number of values, and clear it. Raises BadInput."""
     media_type = media_type.partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise BadInput("content-type", f"{media_type[:60]!r}; send application/json")

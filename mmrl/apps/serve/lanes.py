@@ -1,4 +1,4 @@
-"""Runs one thread for each reward of a server. Requests that come in while it computes are its next
+"""Runs one thread for each reward of a server. Requests that arrive while it computes form its next
 batch.
 
 A reward need not be safe to call from several threads: only its own lane ever calls it.
@@ -25,10 +25,10 @@ from rewards.base.files import request
 
 
 class Answer(NamedTuple):
-    values: Tensor  # [B] float32, NaN where there is no value
-    applies: Tensor  # [B] bool: False where there is none because the reward does not apply
-    cause: str  # why others of those have no score; empty if all have one
-    parts: dict[str, list[float]]  # sums and counts of sub-scores of the batch, given once
+    values: Tensor  # [B] float32, NaN if there is no value
+    applies: Tensor  # [B] bool: False if the reward does not apply
+    cause: str  # why applicable samples have no score; empty if all have one
+    parts: dict[str, list[float]]  # sums and counts of sub-scores of the batch, returned once
 
     @property
     def failed(self) -> int:
@@ -38,8 +38,8 @@ class Answer(NamedTuple):
 
 @dataclass
 class Job:
-    """Holds a request's samples for one reward, and where its answer goes; no samples any more when
-    it is done, or nobody waits for it and it has not begun."""
+    """Holds a request's samples for one reward, and the future of its answer; samples are dropped
+    when it is done, or cancelled before it has begun."""
 
     media: Media
     prompts: list[Prompt]
@@ -50,7 +50,7 @@ class Job:
         self.prompts = []
 
     def like(self, job: Job) -> bool:
-        """Tell whether the two can be one batch: pictures of one size and sounds of one length, or
+        """Tell whether two jobs can be one batch: pictures of one size and sounds of one length, or
         texts."""
         if not isinstance(self.media, Tensor) or not isinstance(job.media, Tensor):
             return not isinstance(self.media, Tensor) and not isinstance(job.media, Tensor)
@@ -63,11 +63,11 @@ class Lane:
     """Scores requests for one reward in one thread, in their order.
 
     Args:
-        name, reward: as in a ``Scorer``, whose rules for failures hold here: NaN and a cause, never
-            a number.
-        max_batch: samples the reward sees at once; larger requests are cut.
+        name, reward: as in a ``Scorer``, with the same rules for failures: NaN and a cause, never a
+            number.
+        max_batch: samples per call of the reward; larger requests are split.
 
-    ``counts``: since the start; ``seconds`` were spent inside the reward.
+    ``counts``: since the start; ``seconds``: spent inside the reward.
     """
 
     def __init__(self, name: str, reward: Reward, max_batch: int = 64):
@@ -86,7 +86,7 @@ class Lane:
         return job.done
 
     def _run(self) -> None:
-        """Score the first request that waits, and those behind it that fit into its batch."""
+        """Score the first waiting request, and later ones that fit into its batch."""
         batch: list[Job] = []
         while self._jobs and self._fits(self._jobs[0], batch):
             job = self._jobs.popleft()
@@ -100,8 +100,8 @@ class Lane:
         return not batch or (rows <= self.max_batch and job.like(batch[0]))
 
     def _answer(self, batch: Sequence[Job]) -> None:
-        """Score together; if the batch as a whole fails, each by itself, so that no request pays
-        for another."""
+        """Score together; if the batch fails, score each separately, so that one request cannot
+        fail another."""
         try:
             media = batch[0].media if len(batch) == 1 else together([job.media for job in batch])
             answer = self._score(media, [prompt for job in batch for prompt in job.prompts])

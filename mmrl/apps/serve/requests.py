@@ -1,7 +1,7 @@
-"""Answers the requests of a server: token, number, size and time are checked before a body is
-read, and every mistake has an answer.
+"""Answers the requests of a server: token, number, size and time are checked before a body is read,
+and every error has an answer.
 
-Slow clients and floods of connections are the business of the proxy before it (docs/security.md).
+Slow clients and connection floods are left to the proxy in front of it (docs/security.md).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from mmrl.core.errors import UserError
 from rewards.servers.tokens import Tokens
 from rewards.servers.wire import BadInput, check_token
 
-LONGEST = 2000  # characters of what a model or a reward says of a request
+LONGEST = 2000  # maximum characters of an error of a model or a reward
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listening:
-    """Holds the options of ``serve:`` that all servers have."""
+    """Holds the common options of ``serve:``."""
 
-    host: str = "127.0.0.1"  # 0.0.0.0 listens on all networks of the machine and needs a token
+    host: str = "127.0.0.1"  # 0.0.0.0 listens on all networks and needs a token
     port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: any free port, which is printed
     token: str | None = None  # null: the value of the server's environment variable
-    token_file: Path | None = None  # a valid token on every line; read again when it changes
+    token_file: Path | None = None  # a valid token per line; read again when it changes
     certificate: Path | None = None  # of the server, for https; with it
     private_key: Path | None = None
     max_request_mib: Annotated[float, Gt(0)] = 88.0  # size of a request's body
@@ -54,7 +54,7 @@ class Listening:
 
 
 def check_https(certificate: Path | None, private_key: Path | None) -> None:
-    """Raise UserError unless both files are there and https can be served with them, or none."""
+    """Raise UserError unless both files exist and are valid for https, or none is given."""
     if (certificate is None) != (private_key is None):
         raise UserError("serve.certificate and serve.private_key belong together")
     if certificate is not None and private_key is not None:
@@ -62,7 +62,7 @@ def check_https(certificate: Path | None, private_key: Path | None) -> None:
 
 
 def check_certificate(certificate: Path, private_key: Path) -> None:
-    """Raise UserError unless https can be served with these."""
+    """Raise UserError unless these are valid for https."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, private_key)
     except (OSError, ssl.SSLError) as error:
@@ -73,7 +73,7 @@ def check_certificate(certificate: Path, private_key: Path) -> None:
 
 
 class Refusal(Exception):
-    """Carries an answer other than 200, and what it says."""
+    """Carries an error status and its message."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Refusal(Exception):
 
 
 def reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return JSON in ASCII, which can be sent whatever characters of a request it repeats."""
+    """Return JSON in ASCII, which is safe for any characters echoed from a request."""
     text = json.dumps(content, allow_nan=False)
     return Response(text, status, dict(headers or {}), "application/json")
 
@@ -104,7 +104,7 @@ def shortened(text: str) -> str:
 class Endpoint(ABC):
     """Answers requests with ``handle``: those with a valid token, of bounded size, few at once."""
 
-    kind: ClassVar[str]  # in the names of its counters
+    kind: ClassVar[str]  # prefix of its counters
     options: Listening
 
     def __init__(self, options: Listening, tokens: Tokens):
@@ -120,14 +120,14 @@ class Endpoint(ABC):
 
     @abstractmethod
     def info(self) -> dict[str, Any]:
-        """Return what a client should know."""
+        """Return the content of /info."""
 
     def problem(self) -> str:
-        """Return why it can answer no more requests; nothing while it can."""
+        """Return why it can no longer answer requests; empty while it can."""
         return ""
 
     def metrics(self) -> list[str]:
-        """Return the lines of its counters in Prometheus's text format."""
+        """Return its counters in Prometheus's text format."""
         counted = f"mmrl_{self.kind}_requests"
         return [
             f"# TYPE {counted}_total counter",
@@ -145,7 +145,7 @@ class Endpoint(ABC):
             raise Refusal(401, message, headers={"WWW-Authenticate": "Bearer"})
 
     async def respond(self, request: Request) -> Response:
-        """Answer a request, also a bad one, and count it by its status."""
+        """Answer any request, and count it by status."""
         try:
             response = await self._admitted(request)
         except BadInput as error:
@@ -176,7 +176,7 @@ class Endpoint(ABC):
             self.inside -= 1
 
     async def _body(self, request: Request) -> bytearray:
-        """Read the body; a request that announces too much is refused before it is read, any other
+        """Read the body; one with too large a Content-Length is refused before reading, any other
         as soon as it exceeds the limit."""
         options = self.options
         most = int(options.max_request_mib * 2**20)

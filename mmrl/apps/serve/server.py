@@ -27,9 +27,9 @@ from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.experiment.build import short_names
 from rewards.servers.tokens import VARIABLE, Tokens
 
-MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h: larger blocks are mapped by themselves
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h: larger blocks are mapped separately
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# what to serve, by the section of a configuration that names it
+# what is served, by section of a configuration
 EXAMPLES = {
     "reward": "reward: {jpeg_compressibility: 1.0}\n    serve: {port: 8123}",
     "policy": "policy: {vlm: {path: my_teacher}}\n    serve: {port: 8124}",
@@ -37,8 +37,8 @@ EXAMPLES = {
 
 
 def read_config(path: Path, overrides: Sequence[str] = (), section: str = "reward") -> Config:
-    """Read ``serve:``, ``plugins:`` and the section that is served of a file; of a training
-    configuration the rest is ignored."""
+    """Read ``serve:``, ``plugins:`` and the served section of a file; other sections of a training
+    configuration are ignored."""
     file = str(path)
     example = f"a configuration looks like\n    {EXAMPLES[section]}"
     try:
@@ -64,7 +64,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), section: str = "rewar
 
 
 def _override(plain: dict[str, Any], marks: dict[tuple[Any, ...], str], override: str) -> None:
-    """Apply ``serve.key=value``, which training does not know; everything else as in training."""
+    """Apply ``serve.key=value``, which training lacks; everything else as in training."""
     source = f"command line: {override}"
     name, equals, text = override.partition("=")
     if not name.startswith("serve.") or not equals:
@@ -79,8 +79,8 @@ def _override(plain: dict[str, Any], marks: dict[tuple[Any, ...], str], override
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Weighted], ServeOptions]:
-    """Build the rewards and return them with the options, which are checked first since models load
-    slowly."""
+    """Build the rewards and return them with the options, which are checked first, since models
+    load slowly."""
     load_built_in()
     config = read_config(path, overrides)
     options = config.section("serve", ServeOptions)
@@ -106,7 +106,7 @@ def load_teacher(path: Path, overrides: Sequence[str] = ()) -> tuple[Any, TeachO
 
 
 def check_reach(config: Config, options: ServeOptions | TeachOptions, variable: str) -> None:
-    """Raise UserError where other machines would be served without a token."""
+    """Raise UserError if other machines would be served without a token."""
     tokens = Tokens(options.token, options.token_file, variable)
     if options.host not in LOOPBACK and not tokens.valid():
         raise UserError(
@@ -117,9 +117,9 @@ def check_reach(config: Config, options: ServeOptions | TeachOptions, variable: 
 
 
 def bind(options: Listening) -> socket.socket:
-    """Bind the port without listening yet. Raises UserError if it cannot be had."""
+    """Bind the port without listening yet. Raises UserError if it is not available."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # asyncio: no delay (40 ms) if it says TCP
+    # asyncio sets TCP_NODELAY (40 ms) only if proto is TCP
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -134,18 +134,18 @@ def bind(options: Listening) -> socket.socket:
 
 
 def server(rewards: dict[str, Weighted], options: ServeOptions) -> uvicorn.Server:
-    """Return a uvicorn server of rewards that is not running yet."""
+    """Return a uvicorn server of rewards, not running yet."""
     return http_server(make_app(rewards, options), options)
 
 
 def http_server(app: FastAPI, options: Listening) -> uvicorn.Server:
-    """Return a uvicorn server that is not running yet."""
+    """Return a uvicorn server, not running yet."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
             http="h11",  # bounds the size of headers
             ws="none",
-            log_level="error",  # what is no HTTP does not fill the log
+            log_level="error",  # invalid HTTP must not fill the log
             access_log=False,
             lifespan="on",
             loop="asyncio",
@@ -160,7 +160,7 @@ def http_server(app: FastAPI, options: Listening) -> uvicorn.Server:
 
 
 def serve(path: Path, overrides: Sequence[str] = ()) -> None:
-    """Serve rewards until SIGTERM or SIGINT; requests that are being scored are answered first."""
+    """Serve rewards until SIGTERM or SIGINT; requests in progress are answered first."""
     rewards, options = load(path, overrides)
     run(server(rewards, options), options, ", ".join(rewards))
 
@@ -173,12 +173,12 @@ def serve_teacher(path: Path, overrides: Sequence[str] = ()) -> None:
 
 
 def run(http: uvicorn.Server, options: Listening, what: str) -> None:
-    """Run a server until it is told to stop, and say where it listens."""
+    """Run a server until it is stopped, and print where it listens."""
     return_memory()
     with bind(options) as sock:
         host, port = sock.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        # uvicorn raises them again when it is done: nothing more to do
+        # uvicorn re-raises them at the end: nothing more to do
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _ignore)
         scheme = "http" if options.certificate is None else "https"
@@ -188,11 +188,11 @@ def run(http: uvicorn.Server, options: Listening, what: str) -> None:
 
 
 def return_memory() -> None:
-    """Let what large requests took go back to the system at once: glibc would keep some of it for
-    every thread."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library has its own ways
+    """Return the memory of large requests to the system at once: glibc would keep some per
+    thread."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 2**20)
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Ignore a signal that has been acted upon."""
+    """Ignore a signal that has been handled."""

@@ -40,19 +40,19 @@ class ServeOptions(Listening):
     max_samples: Annotated[int, Ge(1)] = 1024  # samples in one request
     max_megapixels: Annotated[float, Gt(0)] = 64.0  # decoded pictures of one request
     max_values: Annotated[int, Ge(1)] = 2_000_000  # commas and brackets of one request
-    max_batch: Annotated[int, Ge(1)] = 64  # samples a reward sees at once
+    max_batch: Annotated[int, Ge(1)] = 64  # samples per call of a reward
     formats: list[Literal["png", "webp", "tensor"]] = field(
         default_factory=lambda: ["png", "webp", "tensor"]
     )
 
     def limits(self, pictures: Sequence[str]) -> Limits:
-        """Return what one request may hold, whose prompts have pictures in these fields."""
+        """Return the limits of a request with prompt pictures in these fields."""
         pixels = self.max_megapixels * 1e6
         return Limits(self.max_samples, pixels, self.formats, tuple(pictures), self.max_values)
 
 
 class Service(Endpoint):
-    """Holds the rewards, their lanes, and what has been counted."""
+    """Holds the rewards, their lanes, and counters."""
 
     kind = "reward"
     options: ServeOptions
@@ -76,15 +76,14 @@ class Service(Endpoint):
         """Decode, score. Raises Refusal and BadInput."""
         names, media, prompts, ids = await run_in_threadpool(self.read, media_type, body)
         jobs = [self.lanes[name].submit(media, prompts) for name in names]
-        del media, prompts  # a job that is done keeps none
+        del media, prompts  # a finished job keeps none
         answer = self.answer(dict(zip(names, await self.answers(jobs), strict=True)))
         return reply(answer if ids is None else {"ids": ids, **answer})
 
     def read(
         self, media_type: str, body: bytearray
     ) -> tuple[list[str], Tensor | list[str], list[Prompt], list[str] | None]:
-        """Decode a request, whose body is emptied: rewards that it asks for, samples, prompts,
-        ids."""
+        """Decode a request, clearing its body: requested rewards, samples, prompts, ids."""
         parts = parts_of(media_type, body, self.options.max_values)
         names = self.names(parts.rewards)
         fields = [field for name in names for field in self.cards[name]["pictures"]]
@@ -110,11 +109,11 @@ class Service(Endpoint):
         return list(dict.fromkeys(requested))
 
     async def answers(self, jobs: Sequence[Future[Answer]]) -> list[Answer]:
-        """Wait for what the lanes say."""
+        """Wait for the results of the lanes."""
         futures = [asyncio.wrap_future(job) for job in jobs]
         try:
             return await asyncio.gather(*futures)
-        except UserError as error:  # what the reward says of these samples and prompts
+        except UserError as error:  # the reward's error about these samples and prompts
             raise Refusal(422, shortened(str(error))) from error
         finally:
             for future in futures:
@@ -164,9 +163,8 @@ class Service(Endpoint):
 
 
 def card_in_short(reward: Any) -> dict[str, Any]:
-    """Return what a client should know of a reward: media, fields it needs, fields that it takes
-    for pictures."""
-    card = card_of(reward)  # of what is inside its handling
+    """Return a reward's entry in /info: media, required fields, picture fields."""
+    card = card_of(reward)  # of the reward inside its handling
     needed = [field for field in card.needs if field in PICTURES]
     pictures = list(dict.fromkeys([*needed, *card.pictures]))
     return {"media": list(card.media), "needs": list(card.needs), "pictures": pictures}

@@ -1,9 +1,9 @@
 """Serves a policy as a teacher over HTTP: ``POST /teach``, ``GET /health``, ``/info`` and
 ``/metrics``.
 
-A question and its answer are messages of ``mmrl.core.messages``; ``mmrl.policies.teaching`` says
-what is in them. One question is answered at a time, with exactly its rows in one pass, so that the
-numbers are those of the same policy called locally.
+A question and its answer are messages of ``mmrl.core.messages``; ``mmrl.policies.teaching`` defines
+their content. One question is answered at a time, with exactly its rows in one pass, so that the
+numbers equal those of a local call.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class TeachingService(Endpoint):
     def __init__(self, policy: Policy, options: TeachOptions):
         super().__init__(options, Tokens(options.token, options.token_file, TEACHER_VARIABLE))
         self.policy = policy
-        self.broken = ""  # why the device answers nothing any more
+        self.broken = ""  # why the device no longer works
         self.rows = 0
         self.seconds = 0.0
         self.worker = Worker("teacher")
 
     async def handle(self, media_type: str, body: bytearray) -> Response:
-        """Ask the policy. Raises Refusal and BadInput."""
+        """Query the policy. Raises Refusal and BadInput."""
         if self.broken:
             raise Refusal(503, self.problem())
         content = await asyncio.wrap_future(self.worker.submit(self.answer, body))
         return Response(content, media_type="application/octet-stream")
 
     def answer(self, body: bytearray) -> bytes:
-        """Answer a question as it came, in the teacher's own thread."""
+        """Answer a raw question, in the teacher's thread."""
         try:
             message = unpack(body)
             body.clear()
@@ -79,7 +79,7 @@ class TeachingService(Endpoint):
         except torch.AcceleratorError as error:
             self.broken = shortened(str(error))
             raise
-        except Exception as error:  # what a model says of values that do not fit it
+        except Exception as error:  # a model's errors for values that do not fit it
             log.warning("the teacher refused a question: %s: %s", type(error).__name__, error)
             message = f"{type(error).__name__}: {error}"
             raise Refusal(422, f"the teacher cannot read it: {shortened(message)}") from error

@@ -1,2 +1,2 @@
-"""Serves run folders to a browser while they are written: live reports, galleries, and a page on
-which a person rates pairs. Start with ``command``."""
+"""Serves run folders to a browser while they are written: live reports, galleries, and a page to
+rate pairs. Start with ``command``."""

@@ -40,7 +40,7 @@ def view(places: Sequence[Path], rate: Path | None, host: str, port: int) -> Non
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Open the port, 0 for any that is free."""
+    """Open the port; 0: any free one."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -63,7 +63,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket, host: str) -> str:
-    """Write the address that a browser on this machine opens."""
+    """Return the address for a browser on this machine."""
     port = listener.getsockname()[1]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

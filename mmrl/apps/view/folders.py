@@ -1,7 +1,7 @@
 """Follows run folders while a training writes them; nothing here writes into them.
 
-Only what was appended since the last look is read, and a line that is not whole yet waits for the
-next look. A file that a resume has written anew is read from its beginning.
+Only appended data is read, and an incomplete line waits for the next read. A file rewritten by a
+resume is read from its beginning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmrl.monitoring.report.pictures import ENDINGS, saved_picture
 from mmrl.monitoring.report.runs import Run, by_iteration, is_run, read_run
 from mmrl.monitoring.report.stages import parts
 
-DEPTH = 4  # folders below a given one in which runs are looked for
+DEPTH = 4  # depth of the search for runs below a given folder
 SKIPPED = {"samples", "checkpoints", "tb", "wandb", "swanlog"}
 WATCHED = (METRICS, EVENTS, ROLLOUTS, "config.yaml", "machine.json", "evaluation.json")
 SHEET = re.compile(r"[\w.-]+")
@@ -39,7 +39,8 @@ class Tail:
         self.inode = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Read what was added, up to the last whole line; anew if the file is another one now."""
+        """Read what was added, up to the last complete line; from the start if the file was
+        replaced."""
         try:
             with self.path.open("rb") as file:
                 state = self.path.stat()
@@ -67,7 +68,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class Reference:
-    """Stands for a picture of a sheet in a page: its address in place of its pixels."""
+    """Represents a picture of a sheet in a page by its address."""
 
     url: str
     size: tuple[int, int]
@@ -80,7 +81,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class LiveRun(Run):
-    """Is a run as the report reads it, whose pictures are addresses of the server."""
+    """A run for the report, with pictures as addresses of the server."""
 
     address: str = ""
 
@@ -103,12 +104,12 @@ class LiveRun(Run):
 
 
 def _is_film(path: Path) -> bool:
-    """Tell whether a sheet moves."""
+    """Tell whether a sheet is a film."""
     return path.suffix == ".mp4"
 
 
 def version(path: Path) -> str:
-    """Return a query by which a browser knows that a file has changed."""
+    """Return a query string that changes with a file."""
     try:
         return f"?v={path.stat().st_mtime_ns:x}"
     except OSError:
@@ -129,7 +130,7 @@ class RunFolder:
         return f"/runs/{self.key}"
 
     def stamp(self) -> str:
-        """Return a text that changes whenever a file that pages show does."""
+        """Return a text that changes with any file shown on pages."""
         states = []
         for path in [*(self.folder / name for name in WATCHED), *self._sheets()]:
             try:
@@ -140,7 +141,7 @@ class RunFolder:
         return hashlib.sha256(repr((states, self.is_running())).encode()).hexdigest()[:24]
 
     def read(self) -> LiveRun:
-        """Read the run as it is now."""
+        """Read the current state of the run."""
         with self.lock:
             lines = {n: list(self._tail(n).read()) for n in (METRICS, EVENTS, ROLLOUTS)}
         run = read_run(self.folder, jsonl=False)
@@ -159,14 +160,14 @@ class RunFolder:
         )
 
     def is_running(self) -> bool:
-        """Tell whether a training gave a sign of life lately."""
+        """Tell whether a training had a recent heartbeat."""
         try:
             return time.time() - (self.folder / OWNER).stat().st_mtime < STALE
         except OSError:
             return False
 
     def status(self, run: Run) -> str:
-        """Say in a word how a run stands."""
+        """Return the status of a run in a word."""
         kinds = [event.get("kind") for event in run.events]
         if FINISHED in kinds:
             return "finished"
@@ -176,7 +177,7 @@ class RunFolder:
         return str(ends[-1]) if ends else "not running"
 
     def sheet(self, name: str) -> Path | None:
-        """Return the file of a sheet of samples; None unless it lies in this folder."""
+        """Return the file of a sheet of samples; None unless it is in this folder."""
         if not SHEET.fullmatch(name):
             return None
         path = saved_picture(self.folder / "samples" / name)
@@ -192,7 +193,7 @@ class RunFolder:
 
 
 class Runs:
-    """Holds the runs that were named, and those that appear in the folders that were."""
+    """Holds the named runs, and those that appear in the named folders."""
 
     def __init__(self, places: Sequence[Path]):
         self.places = list(places)
@@ -204,7 +205,7 @@ class Runs:
         self.look()
 
     def look(self) -> list[RunFolder]:
-        """Return all runs, the newest first; looks for new ones."""
+        """Return all runs, the newest first, including new ones."""
         with self.lock:
             for place in self.places:
                 for folder in run_folders(place):
@@ -227,7 +228,7 @@ class Runs:
 
 
 def run_folders(place: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yield the runs at or below a folder; of a run with stages, its stages."""
+    """Yield the runs at or below a folder; for a run with stages, its stages."""
     if is_run(place):
         yield from parts(place) or [place]
     elif depth:

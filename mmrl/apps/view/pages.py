@@ -17,7 +17,7 @@ from mmrl.monitoring.report.page import content
 from mmrl.monitoring.report.runs import Run, iteration_of
 
 MOST_ALARMS = 30
-FIRST = ("reward/mean", "loss", "eval/loss")  # what the list shows of a run, if it has it
+FIRST = ("reward/mean", "loss", "eval/loss")  # metrics in the list of runs
 
 
 @cache
@@ -47,7 +47,7 @@ def overview(folders: Sequence[RunFolder], rating: bool) -> str:
 
 
 def run_page(folder: RunFolder, answers: int | None, rating: bool) -> str:
-    """Render the report of a run as it is now; ``answers``: the iteration whose answers to show."""
+    """Render the current report of a run; ``answers``: the iteration whose answers to show."""
     run = folder.read()
     times = recorded(run)
     answers = answers if answers in times else (times[-1] if times else None)
@@ -85,7 +85,7 @@ def moments(run: LiveRun) -> dict[str, Any]:
 
 
 def time_left(run: Run) -> str:
-    """Estimate how long a run goes on, from its last iterations; empty where that is not known."""
+    """Estimate the remaining time of a run, from its last iterations; empty if unknown."""
     train = run.config.get("train")
     planned = train.get("iterations") if isinstance(train, dict) else None
     seconds = [value for value in run.column("seconds")[-20:] if value is not None]

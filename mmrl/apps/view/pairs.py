@@ -1,8 +1,8 @@
-"""Chooses pairs of samples of one prompt for a person to rate, and keeps the ratings.
+"""Chooses pairs of samples of one prompt for human rating, and stores the ratings.
 
-The pair is blind: neither addresses nor texts say where a sample comes from, sides are drawn by
-lot. Ratings are lines of a .jsonl file that the stage ``demonstrations`` reads (a pair of answers
-with rewards) and that has TRL's columns ``prompt``, ``chosen``, ``rejected`` besides.
+Pairs are blind: neither addresses nor texts reveal where a sample comes from, and sides are random.
+Ratings are lines of a .jsonl file that the stage ``demonstrations`` reads (a pair of answers with
+rewards), also with TRL's columns ``prompt``, ``chosen``, ``rejected``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mmrl.monitoring.report.curves import spread_out
 from mmrl.monitoring.report.pictures import Film, Tile, encoded, open_picture
 from mmrl.monitoring.report.runs import Run, read_run
 
-MOST_OPEN = 64  # pairs that were handed out and wait for a rating
-MOST_SAMPLES = 24  # of one prompt, spread evenly, that pairs are made of
+MOST_OPEN = 64  # pairs that wait for a rating
+MOST_SAMPLES = 24  # samples of one prompt, evenly spaced, that form pairs
 REWARDS = {"1": (1.0, 0.0), "2": (0.0, 1.0), "0": (0.5, 0.5)}  # choice -> rewards left, right
-SAMPLES = "samples.jsonl"  # what `mmrl sample` writes beside its files
+SAMPLES = "samples.jsonl"  # written by `mmrl sample` next to its files
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ class File:
 
 @dataclass(frozen=True)
 class Sample:
-    """Is one sample of a prompt. ``load`` returns a text, a picture, or the path of a film;
-    ``source`` says whose."""
+    """One sample of a prompt. ``load`` returns a text, a picture, or the path of a film;
+    ``source``: its model."""
 
     prompt: str
     source: str
     load: Callable[[], str | Tile | Path]
-    picture: str = ""  # of the question, as data; empty where there is none
+    picture: str = ""  # of the question, as a data URI; empty if there is none
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Holds two samples of a prompt in the order in which they are shown, and what they are."""
+    """Holds two samples of a prompt in display order, and their sources."""
 
     number: str
     samples: tuple[Sample, Sample]
@@ -72,8 +72,8 @@ class Pair:
 
 @dataclass
 class Pairs:
-    """Hands out pairs and writes ratings; ``file`` is only ever appended to, or its last line of
-    this session taken back."""
+    """Serves pairs and writes ratings; ``file`` is only appended to, or the last line of this
+    session removed."""
 
     runs: Runs
     file: Path
@@ -99,7 +99,7 @@ class Pairs:
             raise UserError(f"--rate {self.file} cannot be written: {error.strerror}") from error
 
     def next(self) -> Pair | None:
-        """Return a pair that was not rated yet, by lot; None when there is none left."""
+        """Return an unrated pair at random; None if there is none left."""
         lot = secrets.SystemRandom()
         with self.lock:
             groups = self._groups()
@@ -117,7 +117,7 @@ class Pairs:
         return None
 
     def total(self) -> int:
-        """Count the pairs there are, rated or not; samples that are equal count too."""
+        """Count all pairs, rated or not, including equal samples."""
         return sum(len(s) * (len(s) - 1) // 2 for s in self._groups())
 
     def rate(self, number: str, choice: str) -> bool:
@@ -139,7 +139,7 @@ class Pairs:
             return True
 
     def undo(self) -> bool:
-        """Take back the last rating of this session; False if there is none."""
+        """Undo the last rating of this session; False if there is none."""
         with self.lock:
             if not self.sizes:
                 return False
@@ -175,7 +175,7 @@ class Pairs:
         }
 
     def _pair(self, left: Sample, right: Sample) -> Pair | None:
-        """Load two samples; None if they are equal, rated already, or cannot be read."""
+        """Load two samples; None if they are equal, already rated, or unreadable."""
         try:
             contents = (_content(left.load()), _content(right.load()))
         except (OSError, ValueError, IndexError):
@@ -200,7 +200,7 @@ class Pairs:
 
 
 def _pictures(key: str, folder: Path, run: Run) -> Iterator[Sample]:
-    """Yield the samples of previews: one for every prompt and moment."""
+    """Yield the samples of previews: one for every prompt and iteration."""
     for name in ("before", *run.sheets_over_time(), "after"):
         captions = run.sample_captions(name)
         count = min(len(captions), len(run.sample_tiles(name)))
@@ -227,7 +227,7 @@ def _texts(key: str, run: Run) -> Iterator[Sample]:
 
 
 def _sampled(folder: Path) -> Iterator[Sample]:
-    """Yield the files of `mmrl sample`, whose prompts stand in samples.jsonl beside them."""
+    """Yield the files of `mmrl sample`, with prompts from samples.jsonl next to them."""
     path = folder / SAMPLES
     if not path.is_file():
         return
@@ -249,7 +249,7 @@ def _read(file: Path) -> str:
 
 
 def _film(file: Path) -> Path:
-    """Return the path of a film that can be read. Raises ClipError."""
+    """Return the path of a readable film. Raises ClipError."""
     open_clip(file)
     return file
 
@@ -264,7 +264,7 @@ def _content(sample: str | Tile | Path) -> str | File:
         whole = sample.read_bytes()
         return File(whole, sample.suffix, _hash(whole))
     whole, ending = encoded(sample)
-    # of a film's frames: another encoder writes other bytes for them
+    # of a film's frames, since encoders write different bytes
     raw = b"".join(map(Image.Image.tobytes, sample.frames)) if isinstance(sample, Film) else whole
     return File(whole, ending, _hash(raw))
 
@@ -278,7 +278,7 @@ def _hash(raw: bytes) -> str:
 
 
 def _ratings(path: Path) -> Iterator[tuple[str, frozenset[str]]]:
-    """Read which pairs a file has already; UserError if it holds anything else."""
+    """Read the pairs in a file; UserError if it holds anything else."""
     if path.suffix != ".jsonl" or path.is_dir():
         raise UserError(f"--rate {path}: name a .jsonl file; ratings are appended to it")
     if not path.exists():
@@ -292,7 +292,7 @@ def _ratings(path: Path) -> Iterator[tuple[str, frozenset[str]]]:
             yield str(record["prompt"]), frozenset(map(str, record["names"]))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path}:{place}: this is no rating of mmrl view; name another file, or mend the "
+                f"{path}:{place}: this is not a rating of mmrl view; name another file, or fix the "
                 f"line"
             ) from error
 

@@ -1,8 +1,8 @@
 """Builds the web application of the live view.
 
-It reads run folders and nothing else. Every request must name a host that cannot be another site's
-(against DNS rebinding), pages may load and contact this server only, and without ratings there is
-no request but GET. Ratings need a token that the page carries (against forged requests).
+It only reads run folders. Every request must name a host that cannot belong to another site
+(against DNS rebinding), pages may only load from and contact this server, and without ratings only
+GET is allowed. Ratings need a token from the page (against CSRF).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Next = Callable[[Request], Awaitable[Response]]
 
 
 def application(runs: Runs, pairs: Pairs | None = None, names: Sequence[str] = ()) -> FastAPI:
-    """Build the application. ``names``: further hosts by which it may be called."""
+    """Build the application. ``names``: further allowed host names."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     allowed = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
 
@@ -71,7 +71,7 @@ def application(runs: Runs, pairs: Pairs | None = None, names: Sequence[str] = (
     @app.exception_handler(OSError)
     @app.exception_handler(Image.DecompressionBombError)
     def unreadable(request: Request, error: Exception) -> Response:
-        return Response(str(error), 404)  # a run that was deleted, a picture that is broken
+        return Response(str(error), 404)  # a deleted run, a broken picture
 
     _add_pages(app, runs, pairs is not None)
     _add_pictures(app, runs)
@@ -83,8 +83,8 @@ def application(runs: Runs, pairs: Pairs | None = None, names: Sequence[str] = (
 
 
 def is_safe_host(header: str, allowed: set[str]) -> bool:
-    """Tell whether a Host header is an IP address or a known name: a site that lets its own name
-    point here (DNS rebinding) can only send that name."""
+    """Tell whether a Host header is an IP address or a known name: a site that points its own name
+    here (DNS rebinding) can only send that name."""
     host = header.lower()
     if host.startswith("["):
         host = host[1:].partition("]")[0]
@@ -145,7 +145,7 @@ def _add_pictures(app: FastAPI, runs: Runs) -> None:
         cut = _cut(folder, name, path.stat().st_mtime_ns)
         if not 0 <= index < len(cut):
             return _missing()
-        # earlier versions wrote sheets of videos as animated PNG: of these a still picture
+        # earlier versions wrote sheets of videos as animated PNG: use a still picture
         content, ending = encoded(cut[index] if path.suffix == ".mp4" else still(cut[index]))
         return _media(request, content, ending, FOREVER)
 
@@ -196,10 +196,10 @@ def _add_ratings(app: FastAPI, pairs: Pairs, token: str) -> None:
 
 
 def _forged(request: Request, token: str) -> Response | None:
-    """Refuse a request that did not come from the page: no token, or another site's."""
+    """Refuse a request that did not come from the page: no token, or another origin."""
     origin = request.headers.get("origin")
     same = origin is None or origin.partition("://")[2] == request.headers.get("host")
-    # as bytes: text that is no ASCII cannot be compared
+    # as bytes: non-ASCII text cannot be compared
     sent = request.headers.get("x-token", "").encode()
     if not same or not hmac.compare_digest(sent, token.encode()):
         return JSONResponse({"error": "reload the page: its token is not this server's"}, 403)
@@ -207,7 +207,7 @@ def _forged(request: Request, token: str) -> Response | None:
 
 
 def _shown(pair: Pair) -> dict[str, Any]:
-    """Return what the browser may know of a pair: nothing that says whose it is."""
+    """Return what the browser gets of a pair, without its sources."""
     sides = [
         {"text": content}
         if isinstance(content, str)
@@ -227,7 +227,7 @@ def _shown(pair: Pair) -> dict[str, Any]:
 
 
 def _page(request: Request, stamp: str, render: Callable[[], str]) -> Response:
-    """Answer with a page, or with 304 while nothing in the run folders has changed."""
+    """Answer with a page, or with 304 if nothing in the run folders has changed."""
     headers = {"ETag": f'"{stamp}"'}
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
@@ -254,8 +254,8 @@ def _cut(folder: RunFolder, name: str, changed: int) -> list[Tile]:
 
 
 def _media(request: Request, content: bytes, ending: str, headers: dict[str, str]) -> Response:
-    """Answer with a picture or a film, or the part that is asked for: Safari plays no film from a
-    server that sends it whole only."""
+    """Answer with a picture or a film, or the requested range: Safari requires range requests for
+    films."""
     kind = "video/mp4" if ending == ".mp4" else "image/png"
     headers = headers | {"Accept-Ranges": "bytes"}
     part = PART.fullmatch(request.headers.get("range", ""))

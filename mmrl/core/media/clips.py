@@ -1,10 +1,9 @@
-"""Reads clips as every policy and data source is to see them: by the time stamps of their frames,
-upright, and with square pixels.
+"""Reads clips for policies and data sources: frames by time stamps, upright, with square pixels.
 
-A phone or a screen recorder shows each frame for as long as it likes; an edit list leaves frames
-out; a header may say that the picture lies on its side or is mirrored. Second 0 is where a player's
-clock begins: the earliest stamp of the file, sound included. Pixels of discs and broadcasts may be
-wider than high, as the stream's sample aspect ratio says: frames get the width that players show.
+Phones and screen recorders write variable frame rates; edit lists drop frames; a header may rotate
+or mirror the picture. Second 0 is the earliest time stamp of the file, sound included, as in
+players. With a sample aspect ratio, as on discs and in broadcasts, frames get the width that
+players show.
 """
 
 from __future__ import annotations
@@ -22,29 +21,33 @@ import numpy as np
 
 from mmrl.core.media.pictures import PictureError, rgb_picture
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # that may be frames
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # types that may be frames
 WITHIN = 1e-3  # seconds: stamps of Matroska are whole milliseconds
 CUT = "it is cut short, or no video that FFmpeg reads"
-SHORT = 0.9  # a file with less of the length that its header promises was cut
+SHORT = 0.9  # a file with a smaller share of the length in its header is truncated
 HELD = (
     0.05  # of a tick: a clip's end is that of its last frame, so 5 s give 81 frames at 16 a second
 )
-UNKNOWN = 2**32 - 1  # bytes of an AVI that was written without looking back
-TRANSPORT = ((0, 188), (4, 192), (0, 204))  # first mark and length of packets of transport streams
-RIGHT_ANGLE = 0.02  # of the turn's cosine, off which a picture is not turned by quarters
+UNKNOWN = 2**32 - 1  # size field of an AVI that was streamed
+TRANSPORT = (
+    (0, 188),
+    (4, 192),
+    (0, 204),
+)  # offset of the sync byte, and length, of transport packets
+RIGHT_ANGLE = 0.02  # tolerance of the rotation's cosine: only quarter turns are supported
 NO_RATE = (
     "it is given as frames, which have no times; write their frames a second into the row: fps"
 )
 
 
 class ClipError(ValueError):
-    """Says in one sentence why a clip cannot be used."""
+    """Says why a clip cannot be used."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Says when a clip shows its frames. ``times`` [n] in seconds, ascending; ``duration``: when
-    the last frame ends; ``rate``: frames a second, None where it varies."""
+    """Holds when a clip shows its frames. ``times`` [n] in seconds, ascending; ``duration``: when
+    the last frame ends; ``rate``: frames a second, None if it varies."""
 
     times: Sequence[float]
     duration: float
@@ -52,31 +55,33 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """Return the seconds from the first frame's beginning to the last one's end."""
+        """Return the seconds from the first frame's start to the last one's end."""
         return self.duration - self.times[0]
 
     @classmethod
     def steady(cls, count: int, rate: float) -> Timeline:
-        """Make the timeline of ``count`` frames at ``rate``."""
+        """Return the timeline of ``count`` frames at ``rate``."""
         return cls([number / rate for number in range(count)], count / rate, rate)
 
     def shown(self, moments: Sequence[float]) -> list[int]:
-        """Number the frames on the screen at these seconds; the first one before it begins."""
+        """Return the indices of the frames on screen at these seconds; before the start, the
+        first."""
         return [max(0, bisect_right(self.times, moment + WITHIN) - 1) for moment in moments]
 
     def spread(self, count: int) -> list[int]:
-        """Number ``count`` frames, evenly in time from the first to the last; of one the middle."""
+        """Return the indices of ``count`` frames, evenly in time from the first to the last; the
+        middle for one."""
         if count == 1:
             return self.shown([(self.times[0] + self.duration) / 2 + WITHIN])
-        if self.rate is not None:  # frame and moment are one: the nearest
+        if self.rate is not None:  # the nearest frame
             evenly = np.linspace(0, len(self.times) - 1, count).round()
             return [int(number) for number in evenly]
         return self.shown(np.linspace(self.times[0], self.times[-1], count).tolist())
 
     def at_rate(self, count: int | None, rate: float) -> list[int]:
-        """Number the frames that the first ``count`` ticks of ``rate`` show (None: all), each frame
-        from the tick that is nearest, as FFmpeg's filter ``fps`` does it. Raises ClipError for a
-        clip that is over before."""
+        """Return the indices of the frames at the first ``count`` ticks of ``rate`` (None: all),
+        each frame from its nearest tick, as in FFmpeg's filter ``fps``. Raises ClipError for a clip
+        that is too short."""
         count = max(1, round(self.length * rate)) if count is None else count
         if self.length * rate < count - 1 - HELD:
             raise ClipError(too_short(self.length, count, rate))
@@ -85,7 +90,7 @@ class Timeline:
 
 
 def too_short(seconds: float, count: int, rate: float) -> str:
-    """Say that a clip is too short for ``count`` frames at ``rate``."""
+    """Describe a clip that is too short for ``count`` frames at ``rate``."""
     return (
         f"it lasts {seconds:.2f} s, and {count} frames at {rate:g} a second take "
         f"{count / rate:.2f} s; leave it out, or make fewer frames"
@@ -94,7 +99,7 @@ def too_short(seconds: float, count: int, rate: float) -> str:
 
 @dataclass(frozen=True)
 class Clip:
-    """Holds a clip whose frames are unread. ``read``: frames by number -> uint8 [F, H, W, 3]; it
+    """Holds a clip whose frames are read lazily. ``read``: frame indices -> uint8 [F, H, W, 3];
     raises ClipError."""
 
     timeline: Timeline
@@ -103,7 +108,7 @@ class Clip:
 
 def open_clip(source: Any, rate: float | None = None) -> Clip:
     """Open a video file, or frames at ``rate`` frames a second: uint8 [F, H, W, 3], or a list of
-    pictures (``rgb_picture``). A file has its own times. Raises ClipError."""
+    pictures (``rgb_picture``). A file has its own time stamps. Raises ClipError."""
     if isinstance(source, (str, Path)):
         return _of_file(Path(source))
     if rate is None:
@@ -120,9 +125,8 @@ def is_frames(value: Any) -> bool:
 
 
 def header_of(path: Path) -> tuple[tuple[int, int], float | None]:
-    """Read size (width, height of square pixels, before they are turned) and seconds from a video
-    file's header; None where it does not say how long it is. Raises ClipError for what holds no
-    video."""
+    """Read size (width, height in square pixels, before rotation) and seconds from a video file's
+    header; None if it gives no length. Raises ClipError if there is no video."""
     with _film(path) as (container, stream):
         seconds = _promised(stream)
         if seconds is None and container.duration:
@@ -131,7 +135,7 @@ def header_of(path: Path) -> tuple[tuple[int, int], float | None]:
 
 
 def check_whole(path: Path) -> None:
-    """Decode all of a video file. Raises ClipError where frames are missing."""
+    """Decode all of a video file. Raises ClipError if frames are missing."""
     expected = len(open_clip(path).timeline.times)
     with _film(path) as (container, stream):
         missing = expected - sum(1 for _ in container.decode(stream))
@@ -169,7 +173,7 @@ def _pixels(frame: Any, number: int) -> np.ndarray:
     name = f" ({frame})" if isinstance(frame, (str, Path)) else ""
     try:
         return np.asarray(rgb_picture(frame))
-    except (PictureError, TypeError) as error:  # of what is no picture at all
+    except (PictureError, TypeError) as error:  # not a picture at all
         raise ClipError(f"its frame {number}{name}: {error}") from error
 
 
@@ -179,8 +183,8 @@ def _pixels(frame: Any, number: int) -> np.ndarray:
 
 @contextmanager
 def _film(path: Path) -> Iterator[tuple[Any, Any]]:
-    """Open a file and its first stream of pictures that is no cover. Raises ClipError for whatever
-    FFmpeg says in there."""
+    """Open a file and its first video stream that is not cover art. Converts FFmpeg's errors to
+    ClipError."""
     import av
 
     try:
@@ -202,8 +206,8 @@ def _film(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _ends_early(path: Path) -> bool:
-    """Tell whether an AVI is shorter than it says, or an MPEG transport stream ends within a
-    packet; one that was cut between two packets says nothing of what followed."""
+    """Tell whether an AVI is shorter than its header says, or an MPEG transport stream ends within
+    a packet; a cut between packets cannot be detected."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(256)
@@ -217,7 +221,7 @@ def _ends_early(path: Path) -> bool:
 
 
 def _width(stream: Any) -> int:
-    """Return how wide frames are once their pixels are square, as players show them."""
+    """Return the width of frames in square pixels, as players show them."""
     return max(1, round(int(stream.width) * float(stream.sample_aspect_ratio or 1)))
 
 
@@ -238,7 +242,7 @@ def _of_file(path: Path) -> Clip:
         last = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
     ends = times[-1] + last if rate is None else times[0] + len(times) / rate
     timeline = Timeline(times, ends, rate)
-    reach = ticks[-1] * stamps.base + last  # Matroska's promise begins at its own 0
+    reach = ticks[-1] * stamps.base + last  # Matroska's duration counts from its own 0
     if stamps.promised is not None and reach < SHORT * stamps.promised - 0.5:
         raise ClipError(
             f"it is cut short: {reach:.1f} of {stamps.promised:.1f} s are there; copy it again"
@@ -248,9 +252,9 @@ def _of_file(path: Path) -> Clip:
 
 @dataclass(frozen=True)
 class _Stamps:
-    """Holds what a file says of its frames: stamp and length of those that are shown in units of
-    ``base`` seconds, where its clock ``begins``, its ``rates`` and its ``promised`` seconds.
-    ``by_order``: frames have no stamps of their own but those of the file, in order (AVI)."""
+    """Holds a file's time stamps: stamp and length of shown frames in units of ``base`` seconds,
+    where its clock ``begins``, its ``rates`` and its ``promised`` seconds. ``by_order``: frames
+    have no stamps, so the file's are used in order (AVI)."""
 
     shown: list[tuple[int, int]]
     base: float
@@ -261,7 +265,7 @@ class _Stamps:
 
 
 def _stamps(path: Path) -> _Stamps:
-    """Read the stamps of all frames, undecoded but for the first, before which none can be."""
+    """Read the stamps of all frames, decoding only the first; no frame can be shown before it."""
     with _film(path) as (container, stream):
         packets = [p for p in container.demux(stream) if p.size and not p.is_discard]
         shown = [(p.pts, p.duration or 0) for p in packets if p.pts is not None]
@@ -282,7 +286,7 @@ def _stamps(path: Path) -> _Stamps:
 
 
 def _promised(stream: Any) -> float | None:
-    """Return the seconds that a stream's header promises; Matroska has them as a tag."""
+    """Return the seconds in a stream's header; Matroska has them as a tag."""
     if stream.duration:
         return float(stream.duration * stream.time_base)
     hours, _, rest = stream.metadata.get("DURATION", "").partition(":")
@@ -294,8 +298,7 @@ def _promised(stream: Any) -> float | None:
 
 
 def _steady_rate(times: Sequence[float], stamps: _Stamps) -> float | None:
-    """Return the file's rate if all frames follow each other at it, up to the rounding of their
-    stamps."""
+    """Return the file's rate if all frames have it, up to the rounding of their stamps."""
     count = np.arange(len(times))
     since = np.asarray(times) - times[0]
     for rate in stamps.rates:
@@ -308,7 +311,7 @@ def _steady_rate(times: Sequence[float], stamps: _Stamps) -> float | None:
 def _decoded(
     path: Path, ticks: Sequence[int], stamps: _Stamps, numbers: Sequence[int]
 ) -> np.ndarray:
-    """Decode the frames of these numbers, upright."""
+    """Decode the frames of these indices, upright."""
     due = {ticks[number] for number in numbers}
     pictures: dict[int, np.ndarray] = {}
     with _film(path) as (container, stream):
@@ -330,14 +333,14 @@ def _decoded(
 
 
 def upright(frame: Any, width: int) -> np.ndarray:
-    """Return a decoded frame as uint8 [H, W, 3], brought to its ``width`` before it is turned and
-    mirrored as its header asks."""
+    """Return a decoded frame as uint8 [H, W, 3], scaled to ``width``, then rotated and mirrored by
+    its header."""
     whole = {} if width == frame.width else {"width": width, "height": frame.height}
     pixels: np.ndarray = frame.to_ndarray(format="rgb24", **whole)
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return pixels
-    # where a pixel (x, y) comes to stand: (a x + c y, b x + d y); as libavutil/display.h has it
+    # a pixel (x, y) moves to (a x + c y, b x + d y), as in libavutil/display.h
     a, b, _, c, d = np.frombuffer(bytes(matrix), np.int32)[:5] / 65536.0
     length = max(abs(a), abs(b))
     if not length or min(abs(a), abs(b)) > RIGHT_ANGLE * length:

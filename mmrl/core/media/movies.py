@@ -1,4 +1,4 @@
-"""Writes videos as one .mp4 file, pictures and sound, which any player plays."""
+"""Writes videos with sound as .mp4 files that any player plays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-BETTER = ("libx264", {"crf": "18", "preset": "medium"})  # H.264, where FFmpeg has its encoder
+BETTER = ("libx264", {"crf": "18", "preset": "medium"})  # H.264, if FFmpeg has its encoder
 ANYWHERE = ("mpeg4", {"qscale": "2"})
-FINEST = 90_000  # of the denominator of a frame rate
+FINEST = 90_000  # maximum denominator of a frame rate
 AAC_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)
 
 
@@ -27,10 +27,9 @@ def write_mp4(
 ) -> Path:
     """Write frames [F, H, W, 3] of 8 bits as MPEG-4, the sound [channels, samples] in -1..1 as AAC.
 
-    Both lose a little. A side of an odd number of pixels is a pixel longer, and a sound of more
-    than two channels is mixed to two.
+    Both are lossy. An odd side is padded by a pixel, and more than two channels are mixed to two.
     """
-    # the index in front lets a browser begin early; to write it there, the file is read again
+    # faststart: the index in front lets a browser begin early
     options = {"movflags": "+faststart"}
     _write(str(path), frames.cpu().numpy(), fps, options, sound, sampling_rate)
     return path
@@ -69,7 +68,7 @@ def _write(
 
 
 def frame_rate(frames: int, samples: int, sampling_rate: int) -> Fraction:
-    """Return the frames a second of a video whose sound is as long as it."""
+    """Return the frames a second of a video from the length of its sound."""
     return Fraction(frames * sampling_rate, samples)
 
 

@@ -1,8 +1,8 @@
-"""Opens a picture as every policy and reward is to see it: upright, 8-bit RGB, first frame.
+"""Opens pictures for policies and rewards: upright, 8-bit RGB, first frame.
 
-Files in the wild are grey, CMYK, 16-bit, transparent, turned by EXIF, animated, huge or broken.
-PIL alone turns 16 bits white, drops transparency to whatever colour lies beneath, and ends with a
-traceback on a picture that is too large.
+Files in the wild are grey, CMYK, 16-bit, transparent, rotated by EXIF, animated, huge or broken.
+PIL alone clips 16 bits to white, drops transparency to the colour beneath, and raises on a picture
+that is too large.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from typing import Any
 
 import numpy as np
 
-MOST_PIXELS = 178_956_970  # above which PIL refuses a picture as a bomb, if nobody raises it
-# what PIL raises on files that are no pictures, or only the beginning of one
+MOST_PIXELS = 178_956_970  # PIL's default limit for decompression bombs
+# what PIL raises on files that are not pictures, or are truncated
 BROKEN = (OSError, ValueError, TypeError, SyntaxError, EOFError, IndexError, struct.error)
 WIDE_MODES = ("I", "F")  # and "I;16", "I;16B" ...: more than 8 bits a value
-FULL_SIZE = "mmrl_full_size"  # in the info of a picture of which less was decoded
-RANGES = (255, 1023, 4095, 16383, 65535)  # of sensors with 8 to 16 bits
+FULL_SIZE = "mmrl_full_size"  # info key of a picture decoded at a reduced size
+RANGES = (255, 1023, 4095, 16383, 65535)  # largest values of sensors with 8 to 16 bits
 
 
-PIXELS = re.compile(r"\((\d+) pixels\)")  # by PIL, of a picture it refuses
+PIXELS = re.compile(r"\((\d+) pixels\)")  # PIL's error for a picture it refuses
 
 
 class PictureError(ValueError):
-    """Says in one sentence why a picture cannot be used."""
+    """Says why a picture cannot be used."""
 
 
 class TooLarge(PictureError):
-    """Says that a picture has more pixels than are decoded."""
+    """Signals a picture with more pixels than the limit."""
 
 
 def rgb_picture(source: Any, enough: int | None = None) -> Any:
-    """Open a path, bytes, {bytes, path}, an array or a PIL image as 8-bit RGB, upright; of an
-    animation the first frame.
+    """Open a path, bytes, {bytes, path}, an array or a PIL image as 8-bit RGB, upright, first
+    frame.
 
-    Grey becomes three equal channels, CMYK is converted by the file's own colour profile if it has
-    one, transparency is laid on white, 16 bits are scaled by their range (``eight_bits``).
-    ``enough``: pixels that are used of it; a JPEG of more than ``MOST_PIXELS`` is then decoded at a
-    half, a quarter or an eighth of its sides (``full_size`` still tells them). Raises PictureError
-    for what cannot be read whole, or is larger than ``limit``.
+    Grey becomes three equal channels, CMYK is converted by the file's colour profile if it has one,
+    transparency is composited on white, 16 bits are scaled by their range (``eight_bits``).
+    ``enough``: number of pixels needed; a JPEG of more than ``MOST_PIXELS`` is then decoded at a
+    half, a quarter or an eighth of its sides (``full_size`` keeps the original). Raises
+    PictureError for what cannot be read completely, or is larger than ``limit``.
     """
     from PIL import Image, ImageOps
 
@@ -67,7 +67,7 @@ def rgb_picture(source: Any, enough: int | None = None) -> Any:
 
 def opened(source: Any) -> Any:
     """Open a path, bytes, {bytes, path} as data sets hold pictures, or an array uint8 [H, W, 3] as
-    a PIL image, its pixels unread. Raises PictureError."""
+    a PIL image, lazily. Raises PictureError."""
     from PIL import Image
 
     if isinstance(source, Mapping):
@@ -102,7 +102,7 @@ def _of_array(values: np.ndarray) -> Any:
 
 
 def limit() -> int:
-    """Return the pixels above which a picture is not decoded in this process."""
+    """Return the maximum pixels of a picture that is decoded in this process."""
     from PIL import Image
 
     known = Image.MAX_IMAGE_PIXELS  # PIL warns above it, and refuses above twice as much
@@ -110,8 +110,8 @@ def limit() -> int:
 
 
 def raise_limit(pixels: int) -> None:
-    """Let pictures of up to that many pixels be decoded in this process, by PIL's own setting, as
-    policies, rewards and reports open those that a data source has let in."""
+    """Let pictures of up to that many pixels be decoded in this process, by PIL's global setting,
+    since policies, rewards and reports open what a data source has accepted."""
     from PIL import Image
 
     if pixels > limit():
@@ -128,14 +128,14 @@ def check_size(image: Any, most: int | None = None) -> None:
 
 
 def full_size(image: Any) -> tuple[int, int]:
-    """Return (width, height) that a picture has in its file, where less of it was decoded."""
+    """Return the original (width, height) of a picture decoded at a reduced size."""
     width, height = image.info.get(FULL_SIZE, image.size)
     return width, height
 
 
 def _draft(image: Any, enough: int) -> bool:
-    """Let a JPEG be decoded at a fraction of its sides, of at least ``enough`` pixels; tell whether
-    it is."""
+    """Decode a JPEG at a fraction of its sides, with at least ``enough`` pixels; tell whether it
+    is."""
     width, height = image.size
     scale = math.sqrt(min(1.0, enough / (width * height)))
     sides = (math.ceil(width * scale), math.ceil(height * scale))
@@ -144,7 +144,7 @@ def _draft(image: Any, enough: int) -> bool:
 
 
 def upright_size(image: Any) -> tuple[int, int]:
-    """Return (width, height) after the turn that EXIF asks for, from the header."""
+    """Return (width, height) after EXIF rotation, from the header."""
     turned = image.getexif().get(0x0112) in (5, 6, 7, 8)
     width, height = image.size
     return (height, width) if turned else (width, height)
@@ -172,9 +172,9 @@ def as_rgb(image: Any) -> Any:
 def eight_bits(values: np.ndarray) -> np.ndarray:
     """Scale values [H, W] of more than 8 bits to uint8 by the range they use.
 
-    Whole numbers: by the smallest of 8, 10, 12, 14 and 16 bits that holds the largest, so that a
-    sensor's 12 bits are not black; beyond 16 bits, and below 0, from the smallest to the largest.
-    Fractions: 0 to 1 is the range where they lie in it, else the same.
+    Integers: by the smallest of 8, 10, 12, 14 and 16 bits that holds the maximum, so that a
+    sensor's 12 bits are not black; beyond 16 bits, or below 0, from minimum to maximum. Floats: 0
+    to 1 if they lie in it, else from minimum to maximum.
     """
     is_float = np.issubdtype(values.dtype, np.floating)
     values = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
@@ -190,7 +190,7 @@ def eight_bits(values: np.ndarray) -> np.ndarray:
 
 
 def note_of(image: Any) -> str:
-    """Say what was done to a picture that its owner may not expect; "" for nothing."""
+    """Describe conversions of a picture that its owner may not expect; "" if none."""
     if image.mode.partition(";")[0] in WIDE_MODES:
         return "more than 8 bits a value, scaled by their range"
     if getattr(image, "n_frames", 1) > 1:
@@ -201,12 +201,12 @@ def note_of(image: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Word why PIL could not read a picture."""
+    """Describe why PIL could not read a picture."""
     text = str(error).strip() or type(error).__name__
     if "cannot identify image file" in text:
         return "not a picture that can be read; expected PNG, JPEG, WebP, TIFF, GIF or BMP"
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # without the path, which the caller names
+        return error.strerror  # without the path, which the caller adds
     return "the picture is larger than memory" if isinstance(error, MemoryError) else text
 
 
@@ -218,7 +218,7 @@ def _too_large(what: str, most: int) -> str:
 
 
 def _by_profile(image: Any, profile: bytes) -> Any:
-    """Convert CMYK by its ICC profile; as PIL does without one where that is damaged."""
+    """Convert CMYK by its ICC profile; without it if it is damaged."""
     from PIL import ImageCms
 
     try:
@@ -231,8 +231,8 @@ def _by_profile(image: Any, profile: bytes) -> Any:
 
 
 def _without_bomb_warnings() -> None:
-    """Let large pictures below the limit be opened in silence. Said each time, as whoever catches
-    warnings forgets it; the filter is kept once."""
+    """Silence PIL's warning for large pictures below the limit. Repeated each time, since
+    catch_warnings resets filters; the filter is stored once."""
     from PIL import Image
 
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)

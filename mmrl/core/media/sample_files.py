@@ -1,4 +1,4 @@
-"""Writes a sample as the file that its kind is looked at with."""
+"""Writes a sample to a file of its kind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmrl.core.media.sound import SoundVideos, write_wav
 
 def write_sample(item: Any, path: Path, fps: float = 16.0, animated: bool = False) -> Path:
     """Write an image [3, H, W] as PNG; a video [F, 3, H, W] as .mp4 (H.264, yuv420p) of ``fps``
-    frames a second with its sound, which stands as .wav beside it; ``animated``: as animated PNG;
-    anything else as text."""
+    frames a second with its sound, also as .wav; ``animated``: as animated PNG; anything else as
+    text."""
     if not isinstance(item, torch.Tensor) or item.ndim < 3:
         path = path.with_suffix(".txt")
         path.write_text(item if isinstance(item, str) else json.dumps(item.tolist()))
@@ -34,7 +34,7 @@ def write_sample(item: Any, path: Path, fps: float = 16.0, animated: bool = Fals
 
 
 def _animation(pixels: torch.Tensor, path: Path, fps: float) -> Path:
-    """Write pixels [F, H, W, 3] as PNG, animated where there are several frames."""
+    """Write pixels [F, H, W, 3] as PNG, animated if there are several frames."""
     from PIL import Image
 
     first, *later_frames = [Image.fromarray(frame) for frame in pixels.numpy()]

@@ -1,10 +1,10 @@
-"""Looks at every picture and clip of a data set before training, so that a broken one does not end
-a night.
+"""Checks every picture and clip of a data set before training, so that a broken one does not end a
+long run.
 
-Of a file its header is read, and of a picture whether the file ends where the picture does; what
-that does not tell is decoded whole, as all is if the user asks (``mmrl data --check``). Several
-threads look, and what was found is remembered in the cache by path, size and time of the file (of
-bytes in a table: by their hash), so that the next run only looks that up.
+The header is read and, for a picture, whether its file is complete; if that is not conclusive the
+file is decoded, as all are by ``mmrl data --check``. Several threads work, and results are cached
+by path, size and time of the file (bytes in a table: by their hash), so that the next run only
+looks them up.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from mmrl.core.media.pictures import reason as worded
 from mmrl.core.output import redraws
 from mmrl.core.paths import cache_dir
 
-VERSION = 4  # of what is found out about a file
-ANNOUNCED = 2000  # files from which a bar, or a line, says that they are looked at
+VERSION = 4  # version of the cached findings
+ANNOUNCED = 2000  # number of files from which progress is shown
 CHUNK = 512  # files between two commits
 CLIPS = (".mp4", ".webm", ".mov", ".avi", ".mkv")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Says of a picture or clip: its size (width, height) as it is seen, why it cannot be used, and
-    what is done to it that its owner may not expect. ``refused``: it is whole or not, nobody
-    looked; ``seconds``: of a clip, 0 where its header does not say."""
+    """Result for a picture or clip: its size (width, height) upright, why it cannot be used, and
+    conversions that its owner may not expect. ``refused``: not checked for completeness;
+    ``seconds``: of a clip, 0 if its header does not say."""
 
     size: tuple[int, int] = (0, 0)
     problem: str = ""
@@ -63,7 +63,7 @@ _decoding: ContextVar[bool] = ContextVar("files are decoded whole", default=Fals
 
 @contextmanager
 def decoding() -> Iterator[None]:
-    """Let every look inside decode files whole."""
+    """Make every check inside decode whole files."""
     token = _decoding.set(True)
     try:
         yield
@@ -74,8 +74,8 @@ def decoding() -> Iterator[None]:
 def scan(
     sources: Sequence[Any], announce: bool = True, max_pixels: int | None = None
 ) -> list[Finding]:
-    """Look at pictures and clips: paths, bytes, or PIL images, which are taken as they are.
-    Pictures of more than ``max_pixels`` (by default the process's limit) are not decoded."""
+    """Check pictures and clips: paths, bytes, or PIL images, which are always accepted. Pictures of
+    more than ``max_pixels`` (by default the process's limit) are not decoded."""
     keys = [key_of(source) if isinstance(source, (str, bytes)) else None for source in sources]
     files = {key: source for key, source in zip(keys, sources) if key}
     most = limit() if max_pixels is None else max_pixels
@@ -89,12 +89,12 @@ def scan(
 
 
 def key_of(source: str | bytes) -> str:
-    """Name a file so that a change of it changes the name; "" for one that is gone."""
+    """Return a key that changes with the file; "" if it does not exist."""
     if isinstance(source, bytes):
         return f"{VERSION} {blake2b(source, digest_size=20).hexdigest()}"
     try:
         known = os.stat(source)
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a possible file name
         return ""
     return f"{VERSION} {os.path.abspath(source)} {known.st_size} {known.st_mtime_ns}"
 
@@ -105,8 +105,8 @@ def is_clip(source: Any) -> bool:
 
 
 def look_at(source: str | bytes, max_pixels: int | None = None, whole: bool = False) -> Finding:
-    """Look at one file; decode it ``whole``, or where its header and end do not say that all of it
-    is there."""
+    """Check one file; decode it if ``whole``, or if its header and end do not show that it is
+    complete."""
     if is_clip(source):
         return _look_at_clip(str(source), whole)
     try:
@@ -125,8 +125,8 @@ def look_at(source: str | bytes, max_pixels: int | None = None, whole: bool = Fa
 
 
 def _ends_whole(image: Any, source: str | bytes) -> bool:
-    """Tell whether the file of an opened picture ends as its format ends; False where that cannot
-    be told without decoding it."""
+    """Tell whether the file of an opened picture ends as its format does; False if only decoding
+    can tell."""
     with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
         if image.format == "PNG":
             return _is_whole_png(image, file)
@@ -139,8 +139,8 @@ def _ends_whole(image: Any, source: str | bytes) -> bool:
 
 
 def _is_whole_png(image: Any, file: Any) -> bool:
-    """Walk through the chunks of a PNG up to its end. PIL decodes its pixels in search of EXIF
-    behind them; where there is none PIL is told so."""
+    """Walk through the chunks of a PNG up to its end. PIL decodes its pixels to search for EXIF
+    after them; if there is none, mark it as absent."""
     file.seek(8)
     pixels_begun = False
     while len(header := file.read(8)) == 8 and (kind := header[4:]) != b"IEND":
@@ -172,7 +172,7 @@ def _of_image(image: Any, most: int) -> Finding:
 
 
 def _within(finding: Finding, most: int) -> Finding:
-    """Refuse a picture that was decoded, as another limit let it in."""
+    """Refuse a picture that a higher limit let through."""
     try:
         check_size(finding, most)
     except TooLarge as error:
@@ -202,7 +202,7 @@ def _of_files(files: Mapping[str, Any], announce: bool, most: int) -> dict[str, 
 
 
 def _steps(count: int, shown: bool) -> Iterator[int]:
-    """Yield where every chunk begins, with a bar on a terminal and a line elsewhere."""
+    """Yield the start of every chunk, with a progress bar on a terminal and log lines elsewhere."""
     starts = range(0, count, CHUNK)
     if not shown:
         yield from starts
@@ -220,7 +220,7 @@ def _steps(count: int, shown: bool) -> Iterator[int]:
 
 @contextmanager
 def _memory() -> Iterator[sqlite3.Connection | None]:
-    """Open what was found before; None where the cache cannot be written."""
+    """Open the cache of findings; None if it cannot be written."""
     try:
         folder = cache_dir()
         folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ def _memory() -> Iterator[sqlite3.Connection | None]:
 
 
 def _remembered(memory: sqlite3.Connection, keys: Sequence[str], whole: bool) -> dict[str, Finding]:
-    """Look up what was found; ``whole``: of files that were decoded."""
+    """Look up findings; ``whole``: only of files that were decoded."""
     findings: dict[str, Finding] = {}
     try:
         for start in range(0, len(keys), CHUNK):
@@ -263,11 +263,11 @@ def _remember(memory: sqlite3.Connection, looked: Mapping[str, Finding], whole: 
         with memory:
             memory.executemany("insert or replace into files values (?, ?, ?, ?, ?, ?, ?)", rows)
     except sqlite3.Error:
-        pass  # a full or read-only disk: they are looked at again next time
+        pass  # a full or read-only disk: they are checked again next time
 
 
 def _one_process_at_a_time() -> Any:
-    """Let one of several processes look, and the others read what it found."""
+    """Let one of several processes check, and the others read its findings."""
     if distributed.process()[1] == 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return nullcontext()
     from filelock import FileLock

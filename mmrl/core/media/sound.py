@@ -1,8 +1,7 @@
-"""Carries the sound of videos along with them, from the policy to rewards and files.
+"""Attaches sound to videos, from the policy to rewards and files.
 
-Videos with sound are a tensor as any other, [B, F, 3, H, W] in 0..1, to all who do not ask for the
-sound: taking rows, joining, moving and converting keep it with its videos, whatever else is
-computed of them has none.
+Videos with sound are an ordinary tensor, [B, F, 3, H, W] in 0..1, for code that does not need the
+sound: indexing rows, concatenating, moving and converting keep it, any other result has none.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 
-WHOLE = 32767  # the loudest number of 16 bits
+WHOLE = 32767  # maximum of 16 bits
 
 
 class SoundVideos(Tensor):
-    """Holds videos [B, F, 3, H, W], or one of them [F, 3, H, W], with ``sound`` in -1..1,
-    [B, channels, samples] or [channels, samples], of ``sampling_rate`` samples a second."""
+    """Holds videos [B, F, 3, H, W], or one [F, 3, H, W], with ``sound`` in -1..1, [B, channels,
+    samples] or [channels, samples], of ``sampling_rate`` samples a second."""
 
     sound: Tensor
     sampling_rate: int
@@ -51,7 +50,7 @@ class SoundVideos(Tensor):
 
 
 def with_sound(videos: Tensor, sound: Tensor, rate: int | SoundVideos) -> SoundVideos:
-    """Give videos their sound, of the sampling rate ``rate`` or that of other videos."""
+    """Attach sound to videos, with the sampling rate ``rate`` or that of other videos."""
     carrier: SoundVideos = videos.as_subclass(SoundVideos)
     carrier.sound = sound
     carrier.sampling_rate = rate.sampling_rate if isinstance(rate, SoundVideos) else int(rate)
@@ -59,8 +58,8 @@ def with_sound(videos: Tensor, sound: Tensor, rate: int | SoundVideos) -> SoundV
 
 
 def sound_of(media: Any, reward: str) -> tuple[Tensor, int]:
-    """Return the sound [B, channels, samples] of videos and its sampling rate. UserError where they
-    have none, which names the reward that wants it."""
+    """Return the sound [B, channels, samples] of videos and its sampling rate. UserError if they
+    have none, naming the reward that needs it."""
     if isinstance(media, SoundVideos):
         return media.sound, media.sampling_rate
     raise UserError(
@@ -70,14 +69,14 @@ def sound_of(media: Any, reward: str) -> tuple[Tensor, int]:
 
 
 def sound_kind(videos: Any) -> tuple[Any, ...]:
-    """Return what sounds must share to be joined: rate, channels and length; () of none."""
+    """Return what sounds must share to be joined: rate, channels and length; () without sound."""
     if not isinstance(videos, SoundVideos):
         return ()
     return videos.sampling_rate, videos.sound.shape[1:]
 
 
 def write_wav(path: Path, sound: Tensor, sampling_rate: int) -> Path:
-    """Write a sound [channels, samples] in -1..1 as 16-bit PCM; louder numbers are cut off."""
+    """Write a sound [channels, samples] in -1..1 as 16-bit PCM; louder values are clipped."""
     samples = (sound.detach().float().cpu().nan_to_num(0.0).clamp(-1, 1) * WHOLE).round()
     with wave.open(str(path), "wb") as file:
         file.setnchannels(len(sound))
@@ -92,7 +91,7 @@ def _moved(sound: Tensor, output: Tensor) -> Tensor:
 
 
 def _joined(output: Tensor, parts: Any, dim: int = 0, **_: Any) -> Tensor:
-    """Join the sounds of videos that were joined, if all have one of the same kind."""
+    """Join the sounds of joined videos, if all have one of the same kind."""
     if dim != 0 or not all(isinstance(part, SoundVideos) for part in parts):
         return output
     if len(set(map(sound_kind, parts))) > 1:
@@ -101,7 +100,7 @@ def _joined(output: Tensor, parts: Any, dim: int = 0, **_: Any) -> Tensor:
 
 
 JOINING = (torch.cat, torch.concat)
-# what keeps the videos as they are -> what becomes of their sound
+# functions that keep the videos -> what happens to their sound
 CONVERTING: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     **dict.fromkeys(
         (

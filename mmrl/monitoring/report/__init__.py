@@ -1,2 +1,2 @@
-"""Writes one HTML page about a run: read the folder back, draw charts, compare pictures. Start with
+"""Writes one HTML page about a run: reads the folder, draws charts, compares pictures. Start with
 ``page``."""

@@ -1,4 +1,4 @@
-"""Prepares the gallery of rollouts: the answers, where their boxes lie, what they earned."""
+"""Prepares the gallery of rollouts: answers, their boxes and rewards."""
 
 from __future__ import annotations
 

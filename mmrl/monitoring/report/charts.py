@@ -1,5 +1,5 @@
-"""Draws line charts as inline SVG: no script needed to read them, colours from the page's style
-sheet (light and dark)."""
+"""Draws line charts as inline SVG: readable without scripts, colours from the page's style sheet
+(light and dark)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Label evenly spaced values with as many decimals as tell them apart."""
+    """Label evenly spaced values with enough decimals to distinguish them."""
     step = values[1] - values[0] if len(values) > 1 else abs(values[0]) if values else 0.0
     largest = max(map(abs, values), default=0.0)
     if step <= 0 or largest < 1e-3 or largest >= 1e6:
@@ -91,8 +91,8 @@ def _minus(text: str) -> str:
 
 
 def smooth(values: Numbers, window: int) -> list[float | None]:
-    """Return the exponential average over about ``window`` values, without the bias of a zero
-    start; gaps stay gaps."""
+    """Return the exponential average over about ``window`` values, without the bias of starting at
+    zero; gaps stay gaps."""
     keep = 1 - 2 / (window + 1)
     total = 0.0
     weight = 0.0
@@ -247,7 +247,7 @@ def _points(f: _Frame, points: list[_Point]) -> str:
 
 
 def _hover(f: _Frame, chart: Chart) -> dict[str, Any]:
-    """Return what the page's script needs to show values under the pointer."""
+    """Return the data by which the page's script shows values under the pointer."""
     rows: dict[float, list[str]] = {}
     for s in chart.series:
         for i, (x, y) in enumerate(zip(s.x, s.y)):

@@ -8,11 +8,11 @@ from mmrl.monitoring.report.charts import Chart, Numbers, Series, smooth
 from mmrl.monitoring.report.runs import Run
 
 Item = TypeVar("Item")
-MOST_POINTS = 800  # of a curve; more cannot be told apart
+MOST_POINTS = 800  # points of a curve; more cannot be distinguished
 
 
 class Plot(NamedTuple):
-    """Describes one chart of known metrics; those that were not recorded are left out of it."""
+    """Describes one chart of known metrics; unrecorded ones are left out."""
 
     title: str
     keys: tuple[str, ...]
@@ -125,7 +125,7 @@ def reward_chart(run: Run) -> Chart | None:
 
 
 def chart_sections(run: Run) -> list[tuple[str, list[Chart]]]:
-    """Return the charts by theme; whatever is recorded beyond the known names comes last."""
+    """Return the charts by theme; metrics of unknown names come last."""
     names = run.measured()
     parts = [
         key

@@ -1,5 +1,5 @@
-"""Reads what an evaluation says about a run: the held-out table, the base model's best guidance
-scale, the verdict."""
+"""Reads the evaluation of a run: the held-out table, the base model's best guidance scale, the
+verdict."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from mmrl.monitoring.report.runs import Run
 
 @dataclass(frozen=True)
 class Estimate:
-    """Holds a mean with its confidence interval over n samples; unbounded where one prompt tells
-    nothing of the spread."""
+    """Holds a mean with its confidence interval over n samples; unbounded with a single prompt."""
 
     mean: float
     low: float
@@ -98,9 +97,9 @@ def score(value: float) -> str:
 
 
 def alike(values: Sequence[float], sign: str = "") -> list[str]:
-    """Write the numbers of one line with equally many decimals, those of three significant digits
-    of the largest (two between 0.1 and 10). ``sign`` "+": of differences, also before what is
-    positive, without zeros at the end of all."""
+    """Write the numbers of one line with equally many decimals, by three significant digits of the
+    largest (two between 0.1 and 10). ``sign`` "+": for differences, with a plus sign and without
+    common trailing zeros."""
     largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
     if not 1e-3 <= largest < 1e6:
         return [score(value) for value in values]
@@ -116,7 +115,7 @@ def alike(values: Sequence[float], sign: str = "") -> list[str]:
 
 
 def read_evaluation(run: Run) -> Evaluation:
-    """Read the rows of evaluation.json; a row that is not understood is noted and left out."""
+    """Read the rows of evaluation.json; an invalid row is noted and left out."""
     rows = []
     listed = run.evaluation.get("rows", [])
     for raw in listed if isinstance(listed, list) else []:
@@ -133,7 +132,7 @@ def read_evaluation(run: Run) -> Evaluation:
         except (KeyError, TypeError, ValueError, AttributeError):
             run.notes.append(f"evaluation.json: row not understood: {str(raw)[:80]}")
     count = run.evaluation.get
-    # files of earlier versions say copies
+    # files of earlier versions use copies
     counts = (count("prompts"), count("num_samples", count("copies")))
     return Evaluation(
         rows, run.optimised(), *(count if isinstance(count, int) else None for count in counts)
@@ -154,8 +153,8 @@ def _estimate(raw: dict[str, Any]) -> Estimate:
 
 
 def table(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Make the page's table: labels, cells with number, interval and a mark on the scale the column
-    shares."""
+    """Make the page's table: labels, cells with number, interval and a mark on the column's common
+    scale."""
     names = evaluation.names()
     scales = {
         name: _scale([row.rewards[name] for row in evaluation.rows if name in row.rewards])
@@ -259,9 +258,9 @@ def _signed(change: Estimate) -> str:
 
 
 def stuck(run: Run) -> str:
-    """Say in a sentence that a run had nothing to learn from; empty: it had, or nobody knows.
+    """Say that a run had no learning signal; empty: it had one, or unknown.
 
-    From the last alarm about it, and from how often the gradient was 0.
+    Judged by the last alarm about it, and by how often the gradient was 0.
     """
     alarms = [event for event in run.events if event.get("about") == STUCK]
     gradients = [value for value in run.column("grad_norm") if value is not None]

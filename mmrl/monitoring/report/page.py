@@ -38,16 +38,16 @@ def write_report(run: Path | str) -> Path:
     """Write ``report.html`` (and before_after.png or .mp4 where possible) into a run folder;
     returns the page's path.
 
-    Pieces of the run that are missing or broken are left out and listed at the end of the page.
-    Raises UserError for a folder that holds no run. Of a run with stages the page holds those of
-    all stages, which are written into their folders too.
+    Missing or broken parts of the run are left out and listed at the end of the page. Raises
+    UserError for a folder without a run. For a run with stages the page holds those of all stages,
+    which are also written into their folders.
     """
     if stages := parts(Path(run)):
         pages = [write_report(stage).read_text(encoding="utf-8") for stage in stages]
         runs = [read_run(stage) for stage in stages]
         return _written(Path(run), render_stages(Path(run), runs, pages))
     history = read_run(run)
-    with suppress(UserError):  # no such pictures in this run: the page has none
+    with suppress(UserError):  # the run has no such pictures
         before_after_picture(history.folder)
     return _written(history.folder, render(history))
 
@@ -58,8 +58,8 @@ def _written(folder: Path, page: str) -> Path:
 
 
 def before_after_picture(run: Path | str, most: int = 8) -> Path:
-    """Write ``before_after.png``, of videos ``before_after.mp4``: the base model above, the trained
-    one below, same prompts, same noise.
+    """Write ``before_after.png``, of videos ``before_after.mp4``: base model above, trained one
+    below, same prompts and noise.
 
     Raises UserError if the run has no samples of before and after.
     """
@@ -148,8 +148,7 @@ def device(run: Run) -> str:
 
 
 def pairs(run: Run) -> list[dict[str, Any]]:
-    """Return before and after of one prompt and one noise, side by side, where the sheets can be
-    cut apart."""
+    """Return before and after of one prompt and noise, side by side, if the sheets can be split."""
     before = run.sample_tiles("before")
     after = run.sample_tiles("after")
     captions = run.sample_captions("after") or run.sample_captions("before")
@@ -165,7 +164,7 @@ def pairs(run: Run) -> list[dict[str, Any]]:
 
 
 def whole_sheets(run: Run) -> list[dict[str, Any]]:
-    """Return the uncut before and after sheets, for runs that do not say how they are divided."""
+    """Return the whole before and after sheets, for runs without a recorded layout."""
     if run.sample_tiles("before") and run.sample_tiles("after"):
         return []
     sheets = [{"label": name, "picture": run.sample(name)} for name in ("before", "after")]
@@ -173,8 +172,8 @@ def whole_sheets(run: Run) -> list[dict[str, Any]]:
 
 
 def film(run: Run) -> dict[str, Any]:
-    """Show samples over time: one row a prompt and one column an iteration, or whole sheets if they
-    cannot be cut."""
+    """Show samples over time: one row per prompt and one column per iteration, or whole sheets if
+    they cannot be split."""
     names = spread_out(run.sheets_over_time(), MOST_TIMES)
     columns = [(_moment(name), run.sample_tiles(name)) for name in names]
     columns = [(moment, cut) for moment, cut in columns if cut]

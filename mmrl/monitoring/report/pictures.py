@@ -1,4 +1,4 @@
-"""Joins many small pictures to one sheet of equal tiles (PNG), and cuts a sheet into its tiles.
+"""Joins small pictures to one sheet of equal tiles (PNG), and splits a sheet into its tiles.
 
 A sheet of videos is an .mp4 file, its tiles are ``Film``.
 """
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 GAP = 2  # pixels between tiles
 ENDINGS = (".mp4", ".png")  # of a film, of a picture
-PACE = 120  # milliseconds a frame is shown where nothing says otherwise
-# of videos on a sheet; longer ones leave frames out, larger ones are shrunk
+PACE = 120  # default milliseconds per frame
+# limits of videos on a sheet: frames are dropped, and pictures downscaled
 MOST_FRAMES = 128
 MOST_SIDE = 192
 
@@ -96,12 +96,12 @@ def sheet(images: Tensor) -> tuple[Image.Image, Layout]:
 
 def film_sheet(videos: Tensor, fps: float | None = None) -> tuple[Tile, Layout]:
     """Put videos [N, F, 3, H, W] in 0..1, of ``fps`` frames a second, side by side, at most 128
-    frames of at most 192 pixels, which take as long as the videos; of single frames a picture."""
+    frames of at most 192 pixels, of the videos' duration; a picture for single frames."""
     count, (height, width) = videos.shape[1], videos.shape[-2:]
     stride = -(-count // MOST_FRAMES)
     block = -(-max(height, width) // MOST_SIDE)
     moments = [videos[:, i].detach().float() for i in range(0, count, stride)]
-    if block > 1:  # means of squares of pixels; what is left over at the right and below is cut off
+    if block > 1:  # averages of pixel blocks; a remainder at the right and bottom is dropped
         high = max(1, height // block)
         wide = max(1, width // block)
         cut = [moment[..., : high * block, : wide * block] for moment in moments]
@@ -126,7 +126,7 @@ def encoded(picture: Tile) -> tuple[bytes, str]:
 
 
 def save_picture(picture: Tile, path: Path) -> Path:
-    """Save a picture as .png, a film as .mp4, in the place of the other; returns the path."""
+    """Save a picture as .png, a film as .mp4, replacing the other; returns the path."""
     content, ending = encoded(picture)
     path = path.with_name(path.name + ending)
     replace_file(path, content)
@@ -136,14 +136,14 @@ def save_picture(picture: Tile, path: Path) -> Path:
 
 
 def saved_picture(path: Path) -> Path | None:
-    """Find the file that ``save_picture`` wrote; None where there is none."""
+    """Find the file that ``save_picture`` wrote; None if there is none."""
     files = (path.with_name(path.name + ending) for ending in ENDINGS)
     return next((file for file in files if file.is_file()), None)
 
 
 def open_picture(path: Path, size: tuple[int, int] | None = None) -> Tile:
-    """Open a picture or a film, from which the pixels beyond ``size`` are cut: sides of .mp4 files
-    are even. Earlier versions wrote films as animated PNG. Raises OSError or ValueError."""
+    """Open a picture or a film, cropped to ``size``, since sides of .mp4 files are even. Earlier
+    versions wrote films as animated PNG. Raises OSError or ValueError."""
     if path.suffix == ".mp4":
         return _open_film(path, size)
     with Image.open(path) as picture:
@@ -231,7 +231,7 @@ def _compare(
 
 
 def strip(pictures: list[Image.Image]) -> Image.Image:
-    """Put pictures side by side at the height of the first; one stays as it is."""
+    """Put pictures side by side at the height of the first; a single one is unchanged."""
     if len(pictures) == 1:
         return pictures[0]
     height = pictures[0].height
@@ -243,8 +243,8 @@ def strip(pictures: list[Image.Image]) -> Image.Image:
 
 
 def data_uri(picture: Tile, most: int = 384) -> str:
-    """Encode a picture as PNG while small, as JPEG when it had to be shrunk to ``most`` pixels or
-    is large anyway; a film as MP4."""
+    """Encode a small picture as PNG, a large one, or one downscaled to ``most`` pixels, as JPEG; a
+    film as MP4."""
     if isinstance(picture, Film):
         return f"data:video/mp4;base64,{base64.b64encode(picture.mp4()).decode()}"
     small = enlarge(picture, most) if max(picture.size) > most else picture

@@ -1,4 +1,4 @@
-"""Reads a run folder back. Every file may be missing or torn: what cannot be read is named in
+"""Reads a run folder. Every file may be missing or torn: what cannot be read is listed in
 ``notes``."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def column(self, key: str) -> list[float | None]:
-        """Return one metric over the iterations; None where it was not measured."""
+        """Return one metric over the iterations; None if not measured."""
         return [finite(line.get(key)) for line in self.metrics]
 
     def iterations(self) -> list[int]:
@@ -65,7 +65,7 @@ class Run:
         """Return the names of the rewards the run was trained on; ``my_module:sharpness`` is
         measured as ``sharpness``.
 
-        Those of weight 0 and those with ``monitor: true`` were only watched.
+        Those of weight 0 and those with ``monitor: true`` were only monitored.
         """
         chosen = self.config.get("reward")
         if isinstance(chosen, dict):
@@ -81,7 +81,7 @@ class Run:
 
     def sample(self, name: str) -> Tile | None:
         """Open the sheet samples/<name>.png, or the film samples/<name>.mp4; None (noted if it is
-        there but broken)."""
+        broken)."""
         path = saved_picture(self.folder / "samples" / name)
         if path is None:
             return None
@@ -132,7 +132,7 @@ class Run:
 
 
 def _watched(chosen: Any) -> bool:
-    """Tell whether a reward, as the configuration has it, is only measured."""
+    """Tell whether a reward of the configuration is only monitored."""
     options = chosen if isinstance(chosen, dict) else {"weight": chosen}
     return bool(options.get("monitor")) or options.get("weight") == 0
 
@@ -144,9 +144,8 @@ def iteration_of(name: str) -> int:
 
 
 def read_run(folder: Path | str, jsonl: bool = True) -> Run:
-    """Read what is there. Raises UserError if the folder is missing or holds no run, with the
-    nearest run's name. Without ``jsonl`` the files that grow are left alone: metrics, events,
-    rollouts."""
+    """Read a run. Raises UserError if the folder is missing or holds no run, with the nearest run's
+    name. Without ``jsonl`` the growing files are not read: metrics, events, rollouts."""
     folder = Path(folder)
     if not any((folder / mark).is_file() for mark in MARKS):
         raise UserError(_no_run(folder))
@@ -219,7 +218,7 @@ def _metrics(text: str, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def by_iteration(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort lines of metrics.jsonl, of each iteration the one that was written last."""
+    """Sort lines of metrics.jsonl, keeping the last one of each iteration."""
     latest = {line["iteration"]: line for line in lines if isinstance(line.get("iteration"), int)}
     return [latest[iteration] for iteration in sorted(latest)]
 
@@ -239,6 +238,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number that is one; None for anything else."""
+    """Return a finite number; None for anything else."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if number and abs(value) < float("inf") else None

@@ -15,7 +15,7 @@ COLUMNS = (("loss", "loss"), ("eval/loss", "held-out loss"), ("reward/mean", "re
 
 
 def parts(folder: Path) -> list[Path]:
-    """List the folders of a run's stages that have begun, in order; none where it has none."""
+    """List the folders of a run's stages that have begun, in order, if any."""
     config = folder / "config.yaml"
     if not config.is_file() or not re.search(r"^stages:", config.read_text(), re.MULTILINE):
         return []

@@ -1,9 +1,9 @@
-"""Reads what a model wrote, once, for all rewards; it never raises and always says how well it
+"""Parses a model's answer, once, for all rewards; never raises, and always reports how well it
 went.
 
-A text is parted into thought and final answer (``final``), of which ``stated`` finds the span that
-says it; ``quantity``, ``options``, ``items`` and the readers of JSON make a typed value of that.
-Rewards compare values and take no characters off on their own.
+A text is split into thought and final answer (``final``), in which ``stated`` finds the span that
+states it; ``quantity``, ``options``, ``items`` and the JSON readers turn that into a typed value.
+Rewards compare values and strip no characters themselves.
 """
 
 from rewards.answers.reading.figures import NUMBER, RUN, calm, real, reals

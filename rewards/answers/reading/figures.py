@@ -7,8 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# blanks and digits in a row that are looked at: patterns that begin with them take time with the
-# square of the rest
+# longest run of blanks or digits: patterns that begin with them take quadratic time
 RUN = 40
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
 _WHOLE = re.compile(NUMBER)
@@ -23,8 +22,8 @@ def calm(text: str) -> str:
 
 
 def real(value: Any) -> float | None:
-    """Convert a number, or a string that is one, to a float; None for anything else. Infinite and
-    NaN stay what they are."""
+    """Convert a number, or a string that is one, to a float; None for anything else. Infinity and
+    NaN are kept."""
     if type(value) is float:
         return value
     if isinstance(value, str):
@@ -39,6 +38,6 @@ def real(value: Any) -> float | None:
 
 
 def reals(values: Sequence[Any]) -> tuple[float, ...] | None:
-    """Convert numbers as ``real`` does; None if one of them is none."""
+    """Convert numbers as ``real`` does; None if one of them is not a number."""
     numbers = [number for value in values if (number := real(value)) is not None]
     return tuple(numbers) if len(numbers) == len(values) else None

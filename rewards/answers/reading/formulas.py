@@ -1,5 +1,5 @@
-r"""Reads formulas of school and university, LaTeX or plain, as trees that can be evaluated: two
-formulas that differ at a point are not equal, and a power that explodes is seen in the tree.
+r"""Parses formulas of school and university, LaTeX or plain, to trees that can be evaluated: two
+formulas that differ at a point are not equal, and an exploding power shows in the tree.
 
 math-verify decides what is equal; this decides, in a tenth of a millisecond, what is not.
 """
@@ -19,7 +19,7 @@ from rewards.answers.reading.tokens import FIGURE, value_of
 Value = complex
 Tree = tuple[str, tuple["Tree | str | complex", ...]]
 LARGEST = 1e300
-MOST_DIGITS = 4000.0  # of a power or factorial that is computed exactly by nobody
+MOST_DIGITS = 4000.0  # of a power or factorial too large to compute exactly
 DEEPEST = 40
 POINTS = 3
 FUNCTIONS: dict[str, Callable[[Value], Value]] = {
@@ -62,7 +62,7 @@ class Unread(Exception):
 
 
 class Explodes(Exception):
-    """Signals a power or factorial that nobody could compute."""
+    """Signals a power or factorial too large to compute."""
 
 
 class _Reader:
@@ -238,13 +238,13 @@ class _Reader:
             base = self.argument()
             tree: Tree = ("/", (("ln", (self.inside(),)), ("ln", (base,))))
         elif name == "log" or exponent and exponent[0] == "neg":
-            self.stop()  # of base 10 or e, and inverse functions: not for this reader to say
+            self.stop()  # base 10 or e, and inverse functions: ambiguous, left to math-verify
         else:
             tree = (name, (self.inside(),))
         return ("^", (tree, exponent)) if exponent else tree
 
     def inside(self) -> Tree:
-        """Read what a function is applied to: brackets, or a product such as 2x."""
+        """Read a function's argument: brackets, or a product such as 2x."""
         if self.peek() in ("(", "{"):
             return self.atom()
         tree = self.power()
@@ -269,7 +269,7 @@ class _Reader:
 
 @lru_cache(maxsize=4096)
 def tree_of(text: str) -> Tree | None:
-    """Read a formula; None where this reader does not know it."""
+    """Parse a formula; None if this reader does not know it."""
     try:
         return _Reader(text).whole()
     except (Unread, IndexError, ValueError, OverflowError, RecursionError):
@@ -277,7 +277,7 @@ def tree_of(text: str) -> Tree | None:
 
 
 def evaluate(tree: Tree, at: Mapping[str, complex]) -> complex:
-    """Compute a formula at a point. Raises Explodes, and what arithmetic raises."""
+    """Evaluate a formula at a point. Raises Explodes and arithmetic errors."""
     kind, parts = tree
     if kind == "value":
         return complex(parts[0])  # type: ignore[arg-type]
@@ -309,7 +309,7 @@ def _factorial(value: complex) -> complex:
 
 def explodes(text: str) -> bool:
     """Tell whether a formula holds a power or factorial of numbers that would fill the memory: more
-    than 4,000 digits. It is looked for in the tree, so bold text is none."""
+    than 4,000 digits. The tree is searched, so bold text (**) does not count."""
     tree = tree_of(text)
     return tree is not None and _explodes(tree)
 
@@ -340,8 +340,8 @@ def _names(tree: Tree) -> set[str]:
 
 
 def differ(first: str, second: str) -> bool | None:
-    """Tell whether two formulas have different values at one of three points that are drawn by the
-    names in them; None where one of them cannot be read or computed so.
+    """Tell whether two formulas differ at one of three points drawn from a seed of their names;
+    None if one of them cannot be parsed or evaluated.
 
     False is no proof: it says that they agree to 1e-9 at all points.
     """

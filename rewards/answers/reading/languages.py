@@ -1,5 +1,5 @@
-"""Tells which language a short answer is in, by its smallest words, so that words that mean
-something else elsewhere ("war", "son", "due") are read in their own language only."""
+"""Detects the language of a short answer by its function words, so that words that mean something
+else in another language ("war", "son", "due") are read in their own language only."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ THEREFORE = (
 )
 LANGUAGES = {code: frozenset(words.split()) for code, words in COMMON.items()}
 WORD = re.compile(r"\b[cdjlns]'|[^\W\d_]+")
-SHORT = 400  # characters of a text that are looked at
+SHORT = 400  # characters of a text that are read
 
 
 @lru_cache(maxsize=4096)
 def language_of(text: str) -> str:
-    """Return the language that has most of a text's words among its smallest ones; English where it
-    has as many, or where two others do."""
+    """Return the language with most of a text's words among its function words; English in a
+    tie."""
     words = {*WORD.findall(text[:SHORT].casefold())}
     counts = {code: len(words & known) for code, known in LANGUAGES.items()}
     most = max(counts.values())
@@ -49,7 +49,7 @@ def language_of(text: str) -> str:
     return best[0] if len(best) == 1 and most else "en"
 
 
-# sentences that say that there is none, besides English ones
+# sentences that say "there is none", in other languages than English
 ABSENT = re.compile(
     r"(?:(?:[\w ]{0,40} )?(?:es gibt|gibt es|sind|ist|sehe(?: ich)?|sieht man) keine?[nr]?|"
     r"(?:[\w ]{0,40} )?il n'y a(?:vait)? (?:aucune?|pas de|pas d')|"
@@ -65,7 +65,7 @@ ABSENT = re.compile(
     r"(?:keine?[nrs]?|aucune?|ning[u\u00fa]n[oa]?|nenhuma?|nessun[oa]?|geen|"
     r"[\u6ca1\u6c92]\u6709)[ .\u3002]*"
 )
-# of what there is none in a sentence about the question
+# nouns of "there is no ..." in a sentence about the question
 ABSTRACT = {
     *"antwort zweifel ahnung m\u00f6glichkeit grund problem frage doute doutes r\u00e9ponse "
     "id\u00e9e probl\u00e8me moyen raison duda dudas respuesta idea problema manera forma "
@@ -75,6 +75,6 @@ ABSTRACT = {
 
 
 def absent(text: str) -> bool:
-    """Tell whether a sentence in lower case says that there is none: "es gibt keine hunde"."""
+    """Tell whether a lower-case sentence says "there are none": "es gibt keine hunde"."""
     match = ABSENT.fullmatch(text)
     return match is not None and match["noun"] not in ABSTRACT

@@ -1,4 +1,4 @@
-"""Reads names and lists of names, and says when two names are one."""
+"""Parses names and lists of names, and tells whether two names are the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUBJECT = re.compile(
     r")?see|(?:the|this) (?:image|picture|photo|video) (?:shows|contains|depicts))\s+",
     re.I,
 )
-# yes or no with a sentence behind it, which may not say the other
+# yes or no followed by a sentence, which may not say the other
 YES_NO = re.compile(r"(yes|no)\s*[,.;:!\n-]\s*(?=\w)")
 OTHER = {"yes": r"\b(?:no|not|none|never|but)\b|n't\b", "no": r"\b(?:yes|but)\b"}
 SEPARATOR = re.compile(r"[,;\n\u3001\uff0c\uff1b]")
@@ -48,7 +48,7 @@ LISTS = re.compile(
     r"^(?:the|these|those|all)\b[^,;:\n.]{0,60}?\b(?:are|include|includes|consist of)\s+(?=\S)",
     re.I,
 )
-# what is said to be absent: a cat but no dog; where all of it is seen
+# what is said to be absent: a cat but no dog
 ABSENT = re.compile(
     r"\s*(?:but\s+|and\s+|there (?:is|are)\s+)*(?:no|not|without|neither|nor)\s+\S", re.I
 )
@@ -68,8 +68,8 @@ INTRODUCED = re.compile(
 
 
 def normal(text: object) -> str:
-    """Normalise a name for comparing: Unicode NFKC, case, blanks, quotes, Markdown, hyphens between
-    words and one final full stop evened out; no sign, operator, grade's note or factorial is."""
+    """Normalise a name for comparison: Unicode NFKC, case, blanks, quotes, Markdown, hyphens
+    between words and one final full stop; signs, operators, grades (A+) and factorials are kept."""
     return _normal(str(text))
 
 
@@ -88,9 +88,9 @@ def _normal(text: str) -> str:
 
 
 def names_of(span: str, said: bool = True) -> list[str]:
-    """Return the ways to take a short answer for a name, normalised: as it stands, without "it is",
-    "there is" before it, the only words in bold, the yes or no that it begins with, what its last
-    sentence says of its subject, and the line that closes it; those two only where ``said``."""
+    """Return the ways to read a short answer as a name, normalised: unchanged, without a leading
+    "it is" or "there is", the only words in bold, the yes or no that it begins with, the predicate
+    of its last sentence, and its closing line; the last two only if ``said``."""
     whole = normal(span)
     names = [whole, SUBJECT.sub("", whole)]
     if bold := emphasised(span):
@@ -111,7 +111,7 @@ def without_article(name: str) -> str:
 
 
 def same_name(span: str, right: str) -> bool:
-    """Tell whether a short answer is a name: equal in normal form, but for an article that the
+    """Tell whether a short answer is this name: equal in normal form, up to an article that the
     right name does not have."""
     target = normal(right)
     if not target:
@@ -127,7 +127,7 @@ def same_name(span: str, right: str) -> bool:
 
 def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
     """Read a list of names: a JSON list of strings, or names separated by commas, semicolons, lines
-    or "and". ``known``: names that hold one of these, which stay whole."""
+    or "and". ``known``: names that contain a separator and must stay whole."""
     answer = final(text)
     announcement = announced(answer.value)
     body = fenced(answer.value if announcement is None else announcement)
@@ -161,14 +161,14 @@ def items(text: str, known: Collection[str] = ()) -> Parsed[list[str]]:
 
 
 def _called(entry: object) -> object:
-    """Return the name of a record of a list; anything else as it is."""
+    """Return the name of a record in a list; anything else unchanged."""
     if not isinstance(entry, dict):
         return entry
     return next((entry[key] for key in ("label", "name", "object", "class") if key in entry), None)
 
 
 def _lined(body: str) -> str:
-    """Put the parts of "1) cat 2) dog" on lines of their own."""
+    """Put the parts of "1) cat 2) dog" on separate lines."""
     numbers = NUMBERED.findall(body) if "\n" not in body else []
     listed = len(numbers) > 1 and numbers == [str(i + 1) for i in range(len(numbers))]
     return NUMBERED.sub("\n", body) if listed else body
@@ -188,8 +188,8 @@ LATIN = re.compile(
 
 
 def _listing(body: str) -> str:
-    """Take off what a sentence says around a list: "The image shows a cat and a dog, but no bird."
-    as a cat and a dog, no bird."""
+    """Strip the sentence around a list: "The image shows a cat and a dog, but no bird." becomes a
+    cat and a dog, no bird."""
     body = SEEN.sub("", ASIDE.sub("", body))
     names = LISTS.sub("", SUBJECT.sub("", body, count=1))
     if names == body and "\n" not in body and (what := predicates(body)):
@@ -198,7 +198,7 @@ def _listing(body: str) -> str:
 
 
 def _described(body: str) -> list[str]:
-    """Return the names in bold of a list whose every line describes one: 1. **Car**: a red one."""
+    """Return the bold names of a list in which every line describes one: 1. **Car**: a red one."""
     lines = [line.strip() for line in body.split("\n") if line.strip()]
     lines = lines[1:] if lines and lines[0].strip("*").endswith(":") else lines
     named = [DESCRIBED.match(BULLET.sub("", line)) for line in lines]
@@ -206,7 +206,7 @@ def _described(body: str) -> list[str]:
 
 
 def _parts(body: str, whole: Collection[str]) -> list[str]:
-    """Cut a text at its separators, but not inside names that are known to hold one."""
+    """Split a text at its separators, but not inside known names that contain one."""
     if normal(body) in whole:
         return [body]
     rough = SEPARATOR.split(body)
@@ -233,7 +233,7 @@ def _parts(body: str, whole: Collection[str]) -> list[str]:
 
 
 def _joined(pieces: list[str], part: str, whole: Collection[str]) -> list[str]:
-    """Put pieces together again that make a known name: oil and [salt and pepper]."""
+    """Join pieces of a known name: oil and [salt and pepper]."""
     for i in range(len(pieces) - 1):
         start = part.find(pieces[i])
         end = part.find(pieces[i + 1], start + len(pieces[i])) + len(pieces[i + 1])

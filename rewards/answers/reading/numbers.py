@@ -1,4 +1,4 @@
-"""Reads the number of an answer, with its unit, in every notation that people and models use."""
+"""Parses the number of an answer, with its unit, in the notations that people and models use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rewards.answers.reading.tokens import Token, tokens_of, value_of
 from rewards.answers.reading.units import CURRENCIES, UNITS, Unit, unit_named
 
 Real = int | float
-MOST = 300  # tokens of an answer that are looked at: nobody needs as many to say a number
+MOST = 300  # tokens of an answer that are read: no number needs more
 NEGATIVE = {"minus": -1, "negative": -1, "plus": 1, "positive": 1}
 SYMBOLS = {
     "k": 10**3,
@@ -43,7 +43,7 @@ RAISED = {
     "\u207b": "-",
 }
 TIMES = {"\u00d7", "*", "\u00b7", "x", "X"}
-# what before a number says that it is not the number itself
+# words before a number that make it approximate or a bound
 NEAR = (
     "about around approximately approx roughly circa ca nearly almost over under above below "
     "exceeding "
@@ -129,8 +129,8 @@ NOT_NOTHING = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """Holds a number as it was said: its value (per cent are hundredths), its unit if that is a
-    measure, else the noun that it counts."""
+    """Holds a number as stated: its value (per cent as hundredths), its unit of measure, else the
+    noun that it counts."""
 
     value: Real
     unit: Unit | None = None
@@ -138,9 +138,9 @@ class Quantity:
     percent: bool = False
 
     def equals(self, right: Quantity, tolerance: float = 0.0) -> bool:
-        """Tell whether it is the right quantity. A unit or noun that one of them lacks is taken to
-        be the other's; whole numbers must be equal to the last digit, others to 1e-9, unless there
-        is a ``tolerance``, relative to the right one."""
+        """Tell whether it is the right quantity. A missing unit or noun is taken from the other;
+        integers must be equal, others agree to 1e-9, or to ``tolerance``, relative to the right
+        one."""
         value = self.value
         if self.unit and right.unit:
             ratio = self.unit.ratio(right.unit)
@@ -161,7 +161,7 @@ class Quantity:
 
 
 def near(value: Real, right: Real, tolerance: float = 0.0) -> bool:
-    """Tell whether a value is the right one: whole numbers exactly, others to 1e-9, or within the
+    """Tell whether a value is the right one: integers exactly, others to 1e-9, or within the
     tolerance, relative to the right one."""
     if isinstance(value, int) and isinstance(right, int) and not tolerance:
         return value == right
@@ -171,7 +171,7 @@ def near(value: Real, right: Real, tolerance: float = 0.0) -> bool:
 
 
 def _same_noun(said: tuple[str, ...], right: tuple[str, ...]) -> bool:
-    """Tell whether two nouns are one, whatever else describes one of them."""
+    """Tell whether two nouns are the same, ignoring what else describes one of them."""
     first, second = ({word.casefold().removesuffix("s") for word in noun} for noun in (said, right))
     return first <= second or second <= first
 
@@ -193,9 +193,9 @@ def number(text: str) -> Parsed[float]:
 
 def quantity(text: str) -> Parsed[Quantity]:
     """Read the one number of the final answer: ``7``, ``1,234``, ``12 %``, ``-1/2``, ``seven``,
-    ``5 million``, ``3 cm``; among other words "repaired".
+    ``5 million``, ``3 cm``; "repaired" if among other words.
 
-    Several different numbers are no answer ("wrong_count"): who hedges is not paid. Neither is a
+    Several different numbers are no answer ("wrong_count"), so hedging earns nothing. Neither is a
     number that is denied, approximate or a bound: ``not 5``, ``about 5``, ``at least 5``.
     """
     answer = stated(text)
@@ -209,7 +209,7 @@ ASIDE = re.compile(
 EXCLAIMED = re.compile(r"(\b[^\W\d_]{2,}\b.*\d)!+$", re.S)  # it's 5!, not 5!
 BECAUSE = re.compile(
     r"\A(.*\d.*?),?\s+(?:because|weil|parce que|porque)\b.*\Z", re.S
-)  # behind a number it only says why
+)  # after a number it only gives a reason
 # one thousand, one hundred
 SCALE_COMMA = re.compile(r"\b(hundred|thousand|[mbt]r?illion), (?=[a-z])", re.I)
 
@@ -233,7 +233,7 @@ def quantity_in(span: str) -> Parsed[Quantity]:
     return parsed
 
 
-# what would make another number of one in bold: **12** of 15, **3** + 4
+# what changes the meaning of a bold number: **12** of 15, **3** + 4
 GOES_ON = re.compile(
     r"\s*(?:of|out|to|or|and|bis|von|sur|de|\u5230|[-+/*\u00d7\u2013~^%:]|\d)", re.I
 )
@@ -304,7 +304,7 @@ def _equation(sides: list[list[Token]]) -> Parsed[Quantity]:
 
 
 def _behind_copula(side: Sequence[Token]) -> Sequence[Token]:
-    """Return what a sentence says of its subject: 3 + 4 of "the sum is 3 + 4", "sum: 3 + 4"."""
+    """Return the predicate of a sentence: 3 + 4 of "the sum is 3 + 4", "sum: 3 + 4"."""
     at = [i for i, token in enumerate(side) if token.text.casefold() in COPULAS | {":"}]
     return side[at[-1] + 1 :] if at else ()
 
@@ -364,7 +364,7 @@ def _among(tokens: Sequence[Token]) -> Parsed[Quantity]:
 
 def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
     """Choose among several numbers: "5, not 6", "7 cats: 3 black and 4 white", "3 + 4, 7 in total",
-    "the value for 2015 is 12", "5 cm (50 mm)"; all of them where none of that is said."""
+    "the value for 2015 is 12", "5 cm (50 mm)"; all of them if no such rule applies."""
     affirmed = [f for f in matches if not _is(tokens, f.start - 1, "not")] or matches
     if affirmed != matches and len(affirmed) == 1:
         return affirmed
@@ -393,7 +393,7 @@ def _meant(tokens: Sequence[Token], matches: list[Found]) -> list[Found]:
 
 
 def _is_date(tokens: Sequence[Token], match: Found) -> bool:
-    """Tell whether a number is the year for which another one is said: 35 in 2018, 35 (2018)."""
+    """Tell whether a number is the year of another: 35 in 2018, 35 (2018)."""
     value, before = match.quantity.value, tokens[match.start - 1].text.casefold()
     bracketed = tokens[match.start].text == "(" and match.end == match.start + 3
     return (
@@ -410,8 +410,8 @@ DATES = {*"for during year by of pour para \u5728".split()}
 
 
 def _parted(tokens: Sequence[Token], matches: list[Found]) -> bool:
-    """Tell whether the numbers behind the first, in sentences of their own or named as parts, only
-    say how it is made up: three mugs, two of them red and one blue."""
+    """Tell whether the numbers after the first, in other sentences or named as parts, only break it
+    down: three mugs, two of them red and one blue."""
     total, parts = matches[0].quantity, [f.quantity for f in matches[1:]]
     if not isinstance(total.value, int) or total.unit or any(p.unit or p.percent for p in parts):
         return False
@@ -436,7 +436,7 @@ def _parted(tokens: Sequence[Token], matches: list[Found]) -> bool:
 
 
 def _is_part(part: Quantity, total: Quantity, marked: bool) -> bool:
-    """Tell whether a number may count part of a total: it has no noun of its own."""
+    """Tell whether a number may count part of a total: it has no noun."""
     if not isinstance(part.value, int) or not 0 < part.value <= total.value:
         return False
     noun = tuple(word.casefold() for word in part.noun)
@@ -467,15 +467,14 @@ EXISTS_THERE = {*"gibt sehe sieht zeigt a hay veo h\u00e1 vejo sono vedo zijn".s
 
 
 def _of_subject(tokens: Sequence[Token], verb: int) -> bool:
-    """Tell whether a verb stands there that says something of a subject: the total is, not there
-    are."""
+    """Tell whether the verb has a subject: the total is, not there are."""
     states = verb > 0 and tokens[verb].text.casefold() in COPULAS - {"="}
     return states and tokens[verb - 1].text.casefold() not in EXISTS
 
 
 def _converted(tokens: Sequence[Token], first: Found, second: Found) -> bool:
-    """Tell whether the second number is the first in another unit, in brackets behind it, rounded
-    to 2 %."""
+    """Tell whether the second number is the first in another unit, in brackets after it, to within
+    2 %."""
     inside = {token.text.casefold() for token in tokens[first.end + 1 : second.start]}
     front, behind = first.quantity, second.quantity
     if not (
@@ -525,7 +524,7 @@ def _nothing(tokens: Sequence[Token]) -> Parsed[Quantity]:
 
 
 def _scan(tokens: Sequence[Token]) -> list[Found] | None:
-    """Find all numbers; None where one stands in what is no number: a date, a version, 5x."""
+    """Find all numbers; None if one is part of something else: a date, a version, 5x."""
     matches: list[Found] = []
     at = 0
     while at < len(tokens):
@@ -542,7 +541,7 @@ def _scan(tokens: Sequence[Token]) -> list[Found] | None:
 
 
 def _in_a_tuple(tokens: Sequence[Token], at: int) -> bool:
-    """Tell whether brackets open here, or just before, around two numbers: (1,2) is no 1.2."""
+    """Tell whether brackets open here, or just before, around two numbers: (1,2) is not 1.2."""
     if at + 1 < len(tokens) and tokens[at].text in ("(", "["):
         at += 1
     elif not at or tokens[at - 1].text not in ("(", "[", "{"):
@@ -579,7 +578,7 @@ def _number(tokens: Sequence[Token], start: int, signed: bool = True) -> Found |
 
 
 def _signs(tokens: Sequence[Token], start: int) -> tuple[int, int]:
-    """Read signs before a number, and where they end; a minus that subtracts is none."""
+    """Read signs before a number, and where they end; a minus that subtracts is not a sign."""
     at, sign = start, 1
     while at < len(tokens):
         text = tokens[at].text.casefold()
@@ -594,7 +593,7 @@ def _signs(tokens: Sequence[Token], start: int) -> tuple[int, int]:
 
 
 def _percent(tokens: Sequence[Token], at: int) -> tuple[int, int]:
-    """Read a sign or the words of per cent: into how many parts, 0 where there are none."""
+    """Read a sign or the words of per cent: the denominator, 0 if there is none."""
     if at < len(tokens) and tokens[at].text.casefold() in PERCENT:
         return 100, at + 1
     if at + 1 < len(tokens) and (tokens[at].text + tokens[at + 1].text).casefold() in PERCENT:
@@ -630,7 +629,7 @@ def _simple(value: Fraction | float) -> Real:
 
 
 def _ratio(tokens: Sequence[Token], at: int) -> tuple[Real, int] | None:
-    """Read a figure, mixed number, fraction, root or power; a fraction of two of them."""
+    """Read a figure, mixed number, root or power, or a fraction of two of them."""
     first = _power(tokens, at)
     if first is None:
         return None
@@ -655,7 +654,7 @@ def _ratio(tokens: Sequence[Token], at: int) -> tuple[Real, int] | None:
 
 
 def _mixed(tokens: Sequence[Token], value: Real, at: int) -> tuple[Real, int] | None:
-    """Read what makes 3 1/2, 3½ and 3 and a half of a whole number."""
+    """Read the fraction after a whole number: 3 1/2, 3½, 3 and a half."""
     if not isinstance(value, int) or at >= len(tokens):
         return None
     token = tokens[at]
@@ -753,7 +752,7 @@ def _base(tokens: Sequence[Token], at: int) -> tuple[Real, int] | None:
 
 
 def _bracketed(tokens: Sequence[Token], at: int) -> tuple[Real, int] | None:
-    """Read a number in brackets; those behind a word hold what it is applied to."""
+    """Read a number in brackets; after a word, brackets hold its argument."""
     if tokens[at].glued and tokens[at - 1].kind == "word" and tokens[at - 1].text != "sqrt":
         return None
     sign = -1 if _is(tokens, at + 1, "-") else 1
@@ -805,7 +804,7 @@ def _one_of(tokens: Sequence[Token], start: int, end: int, words: tuple[str, ...
 
 
 def _scaled(tokens: Sequence[Token], value: Real, at: int, money: bool) -> tuple[Real, int]:
-    """Apply the words behind a figure: 5 million, 5 hundred thousand, 5k, 5 dozen."""
+    """Apply the words after a figure: 5 million, 5 hundred thousand, 5k, 5 dozen."""
     for _ in range(3):
         if at >= len(tokens):
             break
@@ -827,7 +826,7 @@ def _scaled(tokens: Sequence[Token], value: Real, at: int, money: bool) -> tuple
 
 
 def _unit(tokens: Sequence[Token], at: int) -> tuple[Unit | None, int]:
-    """Read a unit of up to four tokens; "in" and other short words only where they end the
+    """Read a unit of up to four tokens; "in" and other short words only at the end of the
     answer."""
     for size in (5, 4, 3, 2, 1):
         part = tokens[at : at + size]
@@ -852,7 +851,7 @@ def _unit(tokens: Sequence[Token], at: int) -> tuple[Unit | None, int]:
 
 
 def _noun(tokens: Sequence[Token], at: int) -> tuple[str, ...]:
-    """Return the words that a number counts: up to three, to a preposition or the end."""
+    """Return the words that a number counts: at most three, up to a preposition or the end."""
     words: list[str] = []
     for token in tokens[at : at + 4]:
         if (
@@ -870,7 +869,7 @@ def _noun(tokens: Sequence[Token], at: int) -> tuple[str, ...]:
 
 
 def _clear(tokens: Sequence[Token], match: Found) -> bool:
-    """Tell whether what stands around a number leaves it the number that is meant."""
+    """Tell whether the words around a number leave its meaning unchanged."""
     before = tokens[match.start - 1].text.casefold() if match.start else ""
     if before in BOUNDS or before == "after" and not (match.quantity.unit or match.quantity.noun):
         return False

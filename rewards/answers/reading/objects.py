@@ -1,4 +1,4 @@
-"""Reads JSON, whole or broken."""
+"""Parses JSON, whole or broken."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rewards.answers.reading.parsed import UNPARSEABLE, Parsed
 from rewards.answers.reading.parts import fenced
 from rewards.answers.sandbox import Broken, Sandbox
 
-# brackets in brackets: nobody answers so, and repairing them takes time with their square
+# depth of nested brackets: no answer needs more, and repair takes quadratic time
 DEEPEST = 30
-# characters of a broken JSON value that are repaired, which takes time with their square
+# characters of a broken JSON value that are repaired, in quadratic time
 REPAIRED = 2_000
-# what JSON begins with, well written or not: "{1}" and "[a" are something else
+# how JSON begins, valid or not: "{1}" and "[a" are something else
 BEGINS = re.compile(r"""\[\s*[\w"'\[{\].-]|\{\s*(?:["'}]|\w+\s*:)""")
 BRACKETS = re.compile(r"[\[\]{}]")
 STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
-MOST = 500  # values of a text one behind the other that anybody answers
+MOST = 500  # values in a row in a text: no answer needs more
 DECODER = json.JSONDecoder()
 QUOTE = re.compile(r"(?<!\w)'|'(?!\w)")  # of Python, not an apostrophe
 # strings, cut ones too, and what structures JSON
@@ -58,8 +58,8 @@ def python_value(text: str) -> Parsed[Any]:
 
 
 def loose_json(text: str) -> Parsed[Any]:
-    """Read as ``strict_json``, a value of Python, several values one behind the other, a value that
-    was cut, and what json_repair makes of the first 2,000 characters of any other ("repaired")."""
+    """Read as ``strict_json``; also a Python value, several values in a row, a truncated value, and
+    else the first 2,000 characters by json_repair ("repaired")."""
     body = fenced(text)
     if too_deep(body):
         return UNPARSEABLE
@@ -83,9 +83,8 @@ def loose_json(text: str) -> Parsed[Any]:
 
 
 def several(text: str) -> Any:
-    """Read the JSON values of a text, among whatever words: the value if there is one, a list of
-    them if there are more, of which nobody reads more than 501; None where one of them cannot be
-    read."""
+    """Read the JSON values in a text, among other words: the value if there is one, a list of at
+    most 501 if there are more; None if one of them cannot be parsed."""
     values: list[Any] = []
     mark = BEGINS.search(text)
     while mark and len(values) <= MOST:
@@ -99,8 +98,8 @@ def several(text: str) -> Any:
 
 
 def completed(text: str) -> Any:
-    """Read JSON that was cut: with strings and brackets closed, else up to its last whole entry;
-    None for any other text."""
+    """Read truncated JSON: with strings and brackets closed, else up to its last whole entry; None
+    for any other text."""
     open_brackets: list[str] = []
     end = depth = 0  # of the last whole entry
     cut_string = ""
@@ -109,7 +108,7 @@ def completed(text: str) -> Any:
             open_brackets.append("]" if mark[0] == "[" else "}")
         elif mark[0] in "]}":
             if not open_brackets or open_brackets.pop() != mark[0] or not open_brackets:
-                return None  # another text, or one that goes on behind the value
+                return None  # another text, or one that goes on after the value
             end, depth = mark.end(), len(open_brackets)
         elif mark[0] == ",":
             end, depth = mark.start(), len(open_brackets)
@@ -125,7 +124,7 @@ def completed(text: str) -> Any:
 
 
 def too_deep(text: str) -> bool:
-    """Tell whether brackets, closed or not, are nested deeper than anybody answers."""
+    """Tell whether brackets, closed or not, are nested too deep for an answer."""
     if text.count("[") + text.count("{") <= DEEPEST:
         return False
     steps = map(STEPS.__getitem__, map(itemgetter(0), BRACKETS.finditer(text)))
@@ -133,7 +132,7 @@ def too_deep(text: str) -> bool:
 
 
 def literal(text: str) -> Any:
-    """Read JSON or a Python literal of at most 4,000 characters; None where it is neither."""
+    """Read JSON or a Python literal of at most 4,000 characters; None if it is neither."""
     if len(text) > 4000 or max(text.count("["), text.count("{"), text.count("(")) > 200:
         return None
     try:

@@ -45,13 +45,13 @@ THEN = re.compile(
     r"\u56e0\u6b64|\u6545)\b[,: \uff0c]+",
     re.I,
 )
-# what Chinese, Japanese and Korean put behind a letter without a blank
+# what follows a letter without a blank in Chinese, Japanese and Korean
 SUFFIX = re.compile(
     r"(?<![A-Za-z])([A-Z][)\]]?)(?:[项項]|[选選][项項]|です|\u3067\u3042\u308b|\u3060|"
     r"\uc785\ub2c8\ub2e4|"
     r"\uc774\ub2e4|\u756a|\ubc88)(?=\W*$)"
 )
-# what behind a letter, in a language's usual words, only says that it is the answer
+# words after a letter that only say that it is the answer
 TAIL = re.compile(
     r"^(?:is|would be|looks|seems|must be|should be)?\s*(?:the |my )?(?:(?:best|most \w+|"
     r"correct|right|true|final|only)\s*)*"
@@ -77,7 +77,7 @@ WORDS_LIKE_RUNS = {
 } - {"ab", "cd"}
 SIGN = "[,;/&+、，和与與及иと와과]"
 _WORD = "and|or|und|oder|et|ou|y|o|e|en"
-JOIN = rf"\s*(?:{SIGN}|{_WORD})(?:{SIGN}|{_WORD}|\s)*"  # in one way only, for time's sake
+JOIN = rf"\s*(?:{SIGN}|{_WORD})(?:{SIGN}|{_WORD}|\s)*"  # in one way only, to save time
 LINKS = re.compile(
     r"\b(?:and|or|und|oder|et|ou|en)\b|(?<=[A-Z)\]]) [yoe] (?=[(\[]?[A-Z](?![A-Za-z]))"
 )
@@ -95,8 +95,8 @@ BOTH = re.compile(
 
 @dataclass(frozen=True)
 class Options:
-    """Holds the options of a question: their labels, capital letters by place unless they are given
-    with others, and their texts, which may be unknown."""
+    """Holds the options of a question: their labels, by default capital letters in order, and their
+    texts, which may be unknown."""
 
     labels: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
@@ -107,8 +107,8 @@ class Options:
 
 
 def options_of(choices: Any) -> Options:
-    """Understand the options of a prompt: a list of texts, with their letters or without, a mapping
-    of letters to texts, or lines."""
+    """Parse the options of a prompt: a list of texts, with or without letters, a mapping of letters
+    to texts, or lines."""
     if isinstance(choices, str):
         value = literal(choices.strip()) if choices.strip()[:1] in ("[", "{") else None
         choices = (
@@ -137,7 +137,7 @@ def _options(pairs: tuple[tuple[str, str], ...], mapped: bool) -> Options:
 
 
 def options_named(span: str, options: Options = Options()) -> frozenset[str]:
-    """Return the labels that a short answer names; empty where it names none clearly.
+    """Return the labels that a short answer names; empty if it names none clearly.
 
     The letter wins over an option's text. An answer that contradicts itself (B with the text of A;
     "B is wrong, C") names none.
@@ -148,7 +148,7 @@ def options_named(span: str, options: Options = Options()) -> frozenset[str]:
 @lru_cache(maxsize=8192)
 def _named(span: str, options: Options) -> frozenset[str]:
     if len(span) > SHORT:
-        span = span[-SHORT:].partition("\n")[2]  # the last lines may still say it
+        span = span[-SHORT:].partition("\n")[2]  # the last lines may still name it
     span = _ticked(span) or _led(span, options) or span
     labels = _said(span, options)
     if not labels and (bold := emphasised(span)):
@@ -179,8 +179,8 @@ TICK = re.compile(r"[\u2705\u2713\u2714\u2611]\ufe0f?")
 
 
 def _ticked(span: str) -> str:
-    """Return, without its tick, the only line that has one of a list of options, or of a text of
-    one line; empty for any other text."""
+    """Return the only ticked line of a list of options, or of a one-line text, without its tick;
+    empty for any other text."""
     lines = [line for line in span.split("\n") if line.strip()]
     if len(lines) > 1 and all(line.strip().startswith("|") for line in lines):
         right = [line for line in lines if CORRECT.search(line)]
@@ -193,8 +193,8 @@ def _ticked(span: str) -> str:
 
 
 def _led(span: str, options: Options) -> str:
-    """Return the label that is the whole first line, where a blank line or "Explanation" follows
-    and no other line is a label; empty for any other text."""
+    """Return the label that is the whole first line, if a blank line or "Explanation" follows and
+    no other line is a label; else empty."""
     first, _, rest = span.strip().partition("\n")
     if (
         len(first) > 12
@@ -231,14 +231,14 @@ def _single(body: str, options: Options) -> frozenset[str]:
 
 
 def _label(text: str, options: Options) -> str:
-    """Return the label that a text is and nothing else: B, (b), [B], <B>, B), B., 2."""
+    """Return the label that a text consists of: B, (b), [B], <B>, B), B., 2."""
     inner = re.fullmatch(r"[(\[{<]?\s*([A-Za-z]|\d{1,2})\s*[)\]}>.:]*", text)
     return _known(inner[1], options) if inner else ""
 
 
 def _known(name: str, options: Options) -> str:
-    """Return the label of this name: of those the question has; a number names an option by its
-    place where no option is itself a number."""
+    """Return the question's label of this name; a number names an option by its place if no option
+    is a number."""
     label = name.upper()
     if label in options.labels:
         return label
@@ -301,7 +301,7 @@ def _several(text: str, options: Options) -> frozenset[str]:
 
 
 def _with_text(text: str, options: Options) -> frozenset[str]:
-    """Read a label with words behind it: B. a dog; B a dog; B is correct; (B) because ..."""
+    """Read a label followed by words: B. a dog; B a dog; B is correct; (B) because ..."""
     first = re.match(
         r"[(\[<]?([A-Za-z]|\d{1,2})(?:\s*[)\]>.:,]+|\s*\n|\s+-+\s|\s*-+\s|\s|(?=\())\s*(?=\S)", text
     ) or (re.match(r"([A-Z])[.):](?=[^\W\d_])", text))
@@ -327,8 +327,8 @@ def _with_text(text: str, options: Options) -> frozenset[str]:
 
 
 def _agreeing(label: str, rest: str, marked: bool, options: Options) -> frozenset[str]:
-    """Hold the words behind a letter against the options: they may be its text, or say why, but not
-    be another's or name another."""
+    """Check the words after a letter against the options: they may be its text or a reason, but not
+    another option's text or label."""
     same = _by_text(rest, options)
     if same:
         return frozenset({label} if same == label else ())
@@ -349,7 +349,7 @@ def _agreeing(label: str, rest: str, marked: bool, options: Options) -> frozense
 
 def _mentions(text: str, options: Options) -> bool:
     """Tell whether a text names an option by its letter: (A), A), "option A", "answer A", a capital
-    by itself that is no article or pronoun."""
+    by itself that is not an article or pronoun."""
     for match in re.finditer(r"(?<![\w'])[(\[]?([A-Z])(?![\w'])", text):
         name, end = match[1], match.end()
         if not _known(name, options):
@@ -395,7 +395,7 @@ def _marked(text: str, options: Options) -> frozenset[str]:
 
 
 def _rivals(label: str, sentences: list[str], options: Options) -> bool:
-    """Tell whether one of some sentences is another label, or says what another option says."""
+    """Tell whether one of the sentences is another label or another option's text."""
     return any(
         (_label(way, options) or _by_text(way, options)) not in ("", label)
         for sentence in sentences[-12:]
@@ -416,7 +416,7 @@ UNSURE = re.compile(r"\b(?:if|unless|whether|or|and)\b", re.I)
 
 
 def _decided(text: str, options: Options) -> frozenset[str]:
-    """Read the label that the writer goes with in the end, whatever was weighed before."""
+    """Read the label that the writer settles on in the end."""
     if chosen := CHOSEN.search(text):
         return frozenset({_known(chosen[1], options)} - {""})
     match = DECIDES.search(text)
@@ -445,7 +445,7 @@ def _predicate(text: str, options: Options) -> frozenset[str]:
 
 
 def _ending(text: str, options: Options) -> frozenset[str]:
-    """Read the option that is what the last sentence says of its subject, and the only one that it
+    """Read the option that is the predicate of the last sentence, and the only one that it
     names."""
     if _mentions(text, options):
         return frozenset()

@@ -1,4 +1,4 @@
-"""Defines what a reader returns: a value, and how well it could be read."""
+"""Defines what a reader returns: a value, and how well it could be parsed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Parts a text into thought and final answer, and finds the final span of the answer: what stands
-in the last box, behind the last "the answer is", in JSON or in a code fence."""
+"""Splits a text into thought and final answer, and finds the span of the answer: in the last box,
+after the last "the answer is", in JSON or in a code fence."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 from mmrl.core.thoughts import outside
 from rewards.answers.reading.parsed import Status
 
-# characters of an answer that are looked at: time stays bounded whatever a model writes
+# characters of an answer that are read, which bounds the time
 LONGEST = 20_000
 ANSWER = re.compile(r"<(/?)(?:answer|final_answer|conclusion)>", re.I)
-# special tokens around an answer, where they were decoded with it
+# special tokens around an answer, if they were decoded with it
 TOKENS = "|".join(
     re.escape(token)
     for token in (
@@ -27,7 +27,7 @@ BEHIND = re.compile(rf"(?:{TOKENS})\Z")
 
 
 class Final(NamedTuple):
-    """Holds the final answer without its tags, and how it could be found."""
+    """Holds the final answer without its tags, and how it was found."""
 
     value: str
     status: Status = "ok"
@@ -35,7 +35,7 @@ class Final(NamedTuple):
 
 def final(text: str) -> Final:
     """Return the final answer without its tags: the last ``<answer>`` outside of thoughts, else
-    what follows the last thought; "repaired" where ``<answer>`` is not closed.
+    what follows the last thought; "repaired" if ``<answer>`` is not closed.
 
     A thought that never closes has no answer, and an ``<answer>`` inside a thought is none.
     """
@@ -54,14 +54,14 @@ def final(text: str) -> Final:
 
 
 def answers(text: str) -> list[str]:
-    """Return what stands in every closed ``<answer>`` of a text."""
+    """Return the content of every closed ``<answer>`` of a text."""
     tags = list(ANSWER.finditer(text))
     pairs = [(a, b) for a, b in zip(tags, tags[1:]) if not a[1] and b[1]]
     return [text[a.end() : b.start()].strip() for a, b in pairs]
 
 
 def only_answer(text: str) -> bool:
-    """Tell whether a text is one closed ``<answer>`` that says something, and nothing else."""
+    """Tell whether a text is one closed, non-empty ``<answer>`` and nothing else."""
     body = text.strip()
     tags = [tag[0] for tag in ANSWER.finditer(body)]
     if tags != ["<answer>", "</answer>"]:
@@ -85,7 +85,7 @@ def without_answers(text: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Take off the special tokens around a text."""
+    """Strip the special tokens around a text."""
     start = BEFORE.match(text)
     text = text[start.end() :] if start else text
     while end := BEHIND.search(text, max(0, len(text) - 30)):
@@ -94,7 +94,7 @@ def _bare(text: str) -> str:
 
 
 def last_inside(text: str, tags: Sequence[str]) -> str | None:
-    """Return what stands in the last closed element of these tags; None if there is none."""
+    """Return the content of the last closed element with these tags; None if there is none."""
     names = "|".join(tags)
     inside = None
     start = None
@@ -108,7 +108,7 @@ def last_inside(text: str, tags: Sequence[str]) -> str | None:
 
 
 def fenced(text: str) -> str:
-    """Return what stands in the last code fence, open or closed; the text itself where there is
+    """Return the content of the last code fence, open or closed; the text itself if there is
     none."""
     pieces = text.split("```")
     if len(pieces) < 2:
@@ -122,7 +122,7 @@ BOX_END = "<|end_of_box|>"
 
 
 class Box(NamedTuple):
-    """Holds what stands in a box, where it begins and ends, and whether it was closed."""
+    """Holds the content of a box, where it begins and ends, and whether it was closed."""
 
     inside: str
     start: int
@@ -153,6 +153,6 @@ def last_box(text: str) -> Box | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what stands in the last ``\boxed{...}``, braces balanced."""
+    r"""Return the content of the last ``\boxed{...}``, braces balanced."""
     box = last_box(text)
     return box.inside if box and box.closed else None

@@ -1,8 +1,8 @@
-r"""Takes the dress off an answer: Unicode forms, LaTeX around text and numbers, Markdown.
+r"""Strips formatting from an answer: Unicode forms, LaTeX around text and numbers, Markdown.
 
-No sign, operator, factorial or note is lost: superscripts, vulgar fractions and roots stay what
-they are (NFKC would make 103 of 10³ and 31/2 of 3½), and asterisks between numbers are products.
-That is why Markdown is not read by a Markdown library here: CommonMark takes 2*3*4 for emphasis.
+No sign, operator, factorial or grade is lost: superscripts, vulgar fractions and roots are kept
+(NFKC would turn 10³ into 103 and 3½ into 31/2), and asterisks between numbers are products. That is
+why Markdown is not read by a Markdown library here: CommonMark takes 2*3*4 for emphasis.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KEPT = frozenset("\u2103\u2109\u2126\u00b5\u207a\u207b")
 
 
 def evened(text: str) -> str:
-    """Even out Unicode forms: full width, dashes, quotes, blanks, digits of other scripts."""
+    """Normalise Unicode forms: full width, dashes, quotes, blanks, digits of other scripts."""
     if text.isascii():
         return text
     return WIDE_COLON.sub(": ", text).translate(LETTERS)
@@ -55,7 +55,7 @@ WIDE_COLON = re.compile("(?<!\\d)\uff1a(?=\\S)")  # of words, not of times: no b
 
 
 class _Letters(dict[int, str]):
-    """Works out what becomes of a letter when it is first met."""
+    """Maps each character, computed when it first occurs."""
 
     def __missing__(self, code: int) -> str:
         self[code] = _letter(chr(code))
@@ -127,7 +127,7 @@ SPACE = re.compile(r"\\[,;: ]|~(?=\d)(?<=\d~)|\\\\")
 
 
 def without_latex(text: str) -> str:
-    r"""Take LaTeX off text and numbers: ``\text{B}``, ``$5$``, ``1\,234``, ``\frac{1}{2}`` as
+    r"""Strip LaTeX from text and numbers: ``\text{B}``, ``$5$``, ``1\,234``, ``\frac{1}{2}`` as
     ((1)/(2))."""
     if "$" in text:
         text = DOLLARS.sub(r" \2 ", text).strip()
@@ -169,13 +169,13 @@ EMPHASIS = re.compile(
     r"(?<![A-Za-z\d_*\\])(\*{1,3}|__?|~~|``?)(?=[^\s*_`~])([^*`\n]{0,160}?[^\s*_`~\\]|"
     r"[^\s*_`~])\1(?![A-Za-z\d_*])"
 )
-# what ends emphasis: without it a text has none
+# what ends emphasis; a text without it has none
 EMPHASIS_END = re.compile(r"[^\s*_`~][*_`~]{1,3}(?![A-Za-z\d_*])")
 HEADING = re.compile(r"(?m)^[ \t]{0,3}#{1,6}[ \t]+([^\n#]*?)[ \t]*#*[ \t]*$")
 
 
 def without_markdown(text: str) -> str:
-    """Take off headings' signs, emphasis and code marks that stand around words."""
+    """Strip heading marks, emphasis and code marks around words."""
     if "#" in text:
         text = HEADING.sub(r"\1", text)
     if any(sign in text for sign in "*_`~"):
@@ -187,19 +187,19 @@ def without_markdown(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Take Markdown, LaTeX and Unicode's variety off a short answer, of at most 1,500 characters;
-    blanks become single, lines stay."""
+    """Strip Markdown, LaTeX and Unicode variants from a short answer, of at most 1,500 characters;
+    runs of blanks become one, lines stay."""
     if len(text) > SHORT:
         return _single(evened(text))
     return _single(without_latex(evened(without_markdown(text))))
 
 
 def _single(text: str) -> str:
-    """Make blanks single, and take off those around a text."""
+    """Collapse blanks, and strip those around a text."""
     return (re.sub(r"[ \t]+", " ", text) if "  " in text or "\t" in text else text).strip()
 
 
-# ticks and cheerful signs around an answer; none that says no or doubts
+# ticks and cheerful signs around an answer; none that means no or doubt
 _CHEER = (
     "[\u2705\u2713\u2714\u2611\u2b50\u2728\u27a1\U0001f300-\U0001f44d\U0001f44f-\U0001f5ff"
     "\U0001f600-\U0001f64f\U0001f680-\U0001f6aa\U0001f6ac-\U0001f6ff\U0001f900-\U0001f913"
@@ -210,8 +210,7 @@ CHEER_BACKWARDS = re.compile(rf"\s*(?:\ufe0f?{_CHEER}\s*)+")  # of a text writte
 
 
 def bare(text: str) -> str:
-    """Take off what stands around a whole answer: quotes, ticks, brackets that hold all, a full
-    stop."""
+    """Strip what encloses a whole answer: quotes, ticks, brackets, a full stop."""
     for _ in range(6):
         before = text
         if not text.isascii():
@@ -225,7 +224,7 @@ def bare(text: str) -> str:
 
 
 def _cheerless(text: str) -> str:
-    """Take ticks and cheerful signs off both ends, unless there is nothing else."""
+    """Strip ticks and cheerful signs from both ends, unless there is nothing else."""
     last = CHEER_BACKWARDS.match(text[::-1])
     if last and (rest := text[: -last.end()]).strip():
         text = rest

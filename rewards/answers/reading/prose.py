@@ -1,5 +1,5 @@
-"""Turns what prose puts around numbers into what the scanner of numbers reads: marks of points,
-numbered lists, temperatures below zero, Chinese numerals, blanks that East Asia does not write."""
+"""Rewrites prose around numbers for the number scanner: point marks, numbered lists, temperatures
+below zero, Chinese numerals, the blanks that East Asian scripts omit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rewards.answers.reading.plain import SHORT
 from rewards.answers.reading.spelled import in_figures
 from rewards.answers.reading.stated import HEDGED, SENTENCE
 
-# Molmo's marks around what it counts; their coordinates are no counts
+# Molmo's marks around what it counts; their coordinates are not counts
 POINTS = re.compile(r"</?points?\b[^<>]*>")
 BELOW = re.compile(
     r"(?<![\w.-])(\d+(?:\.\d+)?\s*(?:\u00b0\s*[CF]?|degrees?(?: celsius| fahrenheit)?)) below "
@@ -45,7 +45,7 @@ KOREAN = "한 두 세 네 다섯 여섯 일곱 여덟 아홉 열".split()
 NATIVE = re.compile(
     rf"(?<![\uac00-\ud7a3])({'|'.join(KOREAN)})(?=\s?[\uba85\ub9c8\uac1c\ub300\uad8c\uc7a5\uadf8\ucc44])"
 )
-# a first, a month, a floor or an hour is no number of something
+# an ordinal, a month, a floor or an hour is not a count
 MISSING = re.compile(
     rf"(?<=[{UNSPACED}])(?<![第前])(?=-?\d)|(?<=\d)(?=[{UNSPACED}])(?![万亿十百千月日号號点點楼樓階時월일번층시])"
 )
@@ -94,7 +94,7 @@ def _open(words: str) -> re.Pattern[str]:
 DIGIT = re.compile(r"\d")
 OPEN = _open(f"{OPEN_WORDS}|{OPEN_THERE}")
 OPEN_ALONE = _open(OPEN_WORDS)
-# what says that a number is near, where a near one is right
+# words for "about", for rewards that allow a difference
 ROUGHLY = re.compile(
     r"(?<!\w)(?:about|around|approximately|approx\.?|roughly|circa|ca\.|etwa|ungef\u00e4hr|rund|environ|"
     r"aproximadamente|cerca de|ongeveer)\s+(?=[*$\u20ac\u00a3~-]{0,4}\d)|"
@@ -109,17 +109,17 @@ PER_CENT = re.compile(r"\u767e\u5206\u4e4b\s?(\d+(?:\.\d+)?)")
 
 
 def without_roughly(text: str) -> str:
-    """Take "about" and "approximately" off numbers, for rewards that allow for some difference."""
+    """Strip "about" and "approximately" from numbers, for rewards that allow some difference."""
     return ROUGHLY.sub("", text) if len(text) <= SHORT else text
 
 
 def without_points(text: str) -> str:
-    """Take off Molmo's marks of points, but not the words in them."""
+    """Strip Molmo's point marks, but not the words in them."""
     return POINTS.sub(" ", text) if "<" in text else text
 
 
 def scannable(text: str) -> str | None:
-    """Rewrite a short plain text so that its numbers stand alone, with their signs; None where
+    """Rewrite a short plain text so that its numbers are separate, with their signs; None if
     Chinese, Japanese or Korean words deny a number or leave it open."""
     text = in_figures(BELOW.sub(r"-\1", HUNDREDTHS.sub("%", ENDED.sub("", text))))
     if DIGIT.search(text) and (OPEN if language_of(text) != "en" else OPEN_ALONE).search(text):
@@ -136,9 +136,9 @@ def scannable(text: str) -> str | None:
 
 
 def conclusion(text: str) -> str:
-    """Return the last of several sentences where it begins with "so" or "therefore", without that
-    word, says what the sum or the difference is, or is a line that closes the text; empty for any
-    other text, and for a guess."""
+    """Return the last of several sentences if it begins with "so" or "therefore" (without that
+    word), states the sum or the difference, or is a closing line; empty for any other text, and for
+    a guess."""
     sentences = [s for line in text.split("\n") for s in SENTENCE.split(line) if s.strip()]
     if len(sentences) < 2 or HEDGED.search(sentences[-1]):
         return ""
@@ -152,15 +152,15 @@ def conclusion(text: str) -> str:
 
 
 def closing_line(text: str) -> str:
-    """Return the last line of a text, short and below a line that ends as a sentence does or with a
-    colon; empty where there is none."""
+    """Return the last line of a text if it is short and follows a line that ends a sentence or in a
+    colon; else empty."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     closes = len(lines) > 1 and len(lines[-1]) <= 60 and lines[-2].strip("*_ ").endswith(ENDING)
     return lines[-1] if closes else ""
 
 
 def _figures(found: re.Match[str]) -> str:
-    """Write a Chinese numeral in figures; what is none ("five six": five or six) stays."""
+    """Write a Chinese numeral in figures; others ("five six": five or six) stay."""
     total = digit = 0
     place = 10_000
     for at, letter in enumerate(found[1]):

@@ -1,5 +1,5 @@
 """Holds the published rules by which answers are compared: VQA v2 and TextVQA, relaxed accuracy,
-ANLS. Benchmarks use them as they stand."""
+ANLS. Benchmarks use them unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = 0.05  # of relaxed accuracy
 
 # ------------------------------------------------------------------------------------------- VQA
 
-# What the published evaluation takes away, or makes a blank of where no blank is beside it.
+# What the published evaluation removes, or replaces by a blank if there is no blank next to it.
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 DIGIT_COMMA = re.compile(r"\d,+(?=\d)")
 FULL_STOP = re.compile(r"\.(?!\d)")
@@ -61,7 +61,7 @@ CONTRACTIONS = _contractions()
 
 
 def vqa_words(text: str) -> str:
-    """Even out an answer as VQA v2 does (processPunctuation and processDigitArticle of its
+    """Normalise an answer as VQA v2 does (processPunctuation and processDigitArticle of its
     evaluation): punctuation, articles, number words to ten, apostrophes, case."""
     text = text.replace("\n", " ").replace("\t", " ").strip()
     joined = bool(DIGIT_COMMA.search(text))
@@ -75,8 +75,8 @@ def vqa_words(text: str) -> str:
 
 
 def textvqa_words(text: str) -> str:
-    """Even out an answer as TextVQA's evaluation does: as VQA v2, behind a tokenizer that drops
-    commas and question marks and parts 's."""
+    """Normalise an answer as TextVQA's evaluation does: as VQA v2, after a tokenizer that drops
+    commas and question marks and splits off 's."""
     return vqa_words(text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip())
 
 
@@ -92,9 +92,8 @@ MEANT = re.compile(
 
 @lru_cache(maxsize=8192)
 def vqa_key(text: str, textvqa: bool = False) -> tuple[str, str]:
-    """Return by what two answers of VQA are equal: the published words, and the signs that those
-    lose. What is nothing but an article stays itself, and so does a text that is too long to be an
-    answer."""
+    """Return the key by which two VQA answers are equal: the published words, and the signs that
+    these rules lose. A bare article is kept, and so is a text too long to be an answer."""
     if len(text) > SHORT:
         return text, ""
     plain = evened(text).strip()
@@ -117,8 +116,8 @@ def agreement(answered: object, people: Sequence[object]) -> float:
 
 
 def relaxed(answer: str, right: str) -> bool:
-    """Tell whether a chart question is right (Masry et al. 2022): numbers may be off by 5 % of the
-    right one, everything else must be equal but for capitals.
+    """Tell whether the answer to a chart question is right (Masry et al. 2022): numbers within 5 %
+    of the right one, everything else equal up to case.
 
     As in the published evaluation "12%" is read as 0.12, no thousands are, and a right value of 0
     is compared as a word.

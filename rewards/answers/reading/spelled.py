@@ -1,5 +1,4 @@
-"""Reads numbers in words: text2num for the words of seven languages, and what is said with halves,
-dozens and points."""
+"""Parses numbers in words: text2num for seven languages, and halves, dozens and decimal points."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ PARTS = {
     "tenth": Fraction(1, 10),
     "hundredth": Fraction(1, 100),
 }
-# words of which a spelled number is made, with those that only stand between others
+# words of a spelled number, with those that only join others
 FIRST = {*UNITS, *TENS, *SCALES, "dozen", "half"}
 ALL = (
     FIRST
@@ -57,10 +56,10 @@ JOINED = {*"oder ou o u of e y et und en or and".split()}
 OTHERS = {*"un une ein eine een um uma una once cent".split()}
 
 
-NO_WORDS = re.compile(r"[\d.:;?!()\[\]{}|*/=<>$%\"]")  # what no number in words has
+NO_WORDS = re.compile(r"[\d.:;?!()\[\]{}|*/=<>$%\"]")  # what no number in words contains
 
 
-# German, Italian and Dutch write a number as one word, which takes its reader long to try
+# German, Italian and Dutch write a number as one word, which is slow to try
 COMPOUND = ("de", "it", "nl")
 COMPOUND_BEGINS = re.compile(
     r"[\W_]*(?:ac|bi|c[ei]|d[eioru]|e[eiln\u00e9]|\u00e9|f[u\u00fc]|h[ou]|m[ei]|n[eou]|ot|qu|s[ei]|"
@@ -71,8 +70,8 @@ COMPOUND_BEGINS = re.compile(
 
 @lru_cache(maxsize=4096)
 def whole_words(text: str) -> int | None:
-    """Read an answer that is nothing but a number in words, in one of seven languages; None where
-    two of them disagree."""
+    """Read an answer that is only a number in words, in one of seven languages; None if two of them
+    disagree."""
     if not text or len(text) > 120 or NO_WORDS.search(text):
         return None
     english = _in(text, "en")
@@ -92,8 +91,8 @@ def _in(text: str, code: str) -> int | None:
 
 
 def in_figures(text: str) -> str:
-    """Write the number words from two on of a sentence in figures, where it is in one of the seven
-    languages but English, which has its own reader; ordinals are no numbers."""
+    """Write a sentence's number words from two on in figures, in the seven languages except
+    English, which has its own reader; ordinals do not count."""
     language = language_of(text)
     if language == "en":
         return _counted(text)
@@ -105,8 +104,8 @@ def in_figures(text: str) -> str:
 
 
 def _counted(text: str) -> str:
-    """Write the number before a noun in figures (vier Hunde) where that is a word of another
-    language than English, and the only number."""
+    """Write the number before a noun in figures (vier Hunde) if it is not English and is the only
+    number."""
     first, *rest = text.casefold().split()[:6] or [""]
     number = whole_words(first) if rest and first.isalpha() else None
     if number is None or _in(first, "en") is not None:
@@ -119,7 +118,7 @@ def _counted(text: str) -> str:
 @lru_cache(maxsize=4096)
 def spelled(words: tuple[str, ...]) -> Fraction | None:
     """Read English number words, hyphens apart: one million two, two and a half, three quarters,
-    half a dozen, one point five; None where they make no number."""
+    half a dozen, one point five; None if they form no number."""
     if not words:
         return None
     if words[0] in ("a", "an"):
@@ -150,7 +149,7 @@ def _part(word: str) -> Fraction | None:
 
 
 def _shares(words: tuple[str, ...]) -> Fraction | None:
-    """Read halves and thirds, alone, of a scale, or behind a whole number."""
+    """Read halves and thirds, alone, of a scale (half a million), or after a whole number."""
     if words[0] == "half":
         rest = words[2:] if words[1:2] in (("a",), ("an",)) else words[1:]
         scale = Fraction(1) if not rest else spelled(("one", *rest)) if rest[0] in SCALES else None

@@ -1,4 +1,4 @@
-"""Finds the words of an answer that say it: in a box, in JSON, in a fence, or behind "the answer
+"""Finds the span that states the answer: in a box, in JSON, in a fence, or after "the answer
 is"."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DENIED = re.compile(
     re.I,
 )
 CLAUSE = re.compile(r"[.;!?\n,]")
-# no sentence ends behind an initial or a short title: B. a dog, Mt. Everest
+# no sentence ends after an initial or a short title: B. a dog, Mt. Everest
 SENTENCE = re.compile(
     r"(?<=[\w)\]}$%\"'*][\w)\]}$%\"'*][\w)\]}$%\"'*][.!?])\s+(?=[^\W\d_a-z])|"
     r"(?<=\d[.!?])\s+(?=[^\W\d_a-z])|(?<=\u3002)"
@@ -56,12 +56,11 @@ SENTENCE = re.compile(
 
 
 def stated(text: str) -> Final:
-    r"""Return the span of a text that says the answer, without tags.
+    r"""Return the span of a text that states the answer, without tags.
 
-    Of what ``final`` returns: what stands in the last ``\boxed`` (nested: the innermost) or between
-    GLM's box tokens, else under "answer" in JSON, else in the last code fence; and what follows the
-    last "the answer is", where that comes behind the box. "repaired" where a box or an ``<answer>``
-    is not closed.
+    Searched in the result of ``final``: the last ``\boxed`` (nested: the innermost) or GLM's box
+        tokens, else "answer" in JSON, else the last code fence; and the text after the last "the
+        answer is", if that follows the box. "repaired" if a box or an ``<answer>`` is not closed.
     """
     answer = final(text)
     body, status = answer.value, answer.status
@@ -96,8 +95,8 @@ REASONS = re.compile(
 
 
 def without_reasons(text: str) -> str:
-    """Return the one line of an answer that sections about its reasons follow or precede, without
-    the name of its field ("Category: airplane"); any other text as it stands."""
+    """Return the one line of an answer surrounded by sections of reasoning, without the name of its
+    field ("Category: airplane"); any other text unchanged."""
     if "\n" not in text or len(text) > SHORT or CORRECTS.search(text):
         return text
     answers, reasons = [], False
@@ -117,8 +116,8 @@ BOLD = re.compile(r"(?<![A-Za-z\d_*\\])\*\*(?=[^\s*])([^*\n]{1,160})\*\*(?![A-Za
 
 
 def emphasised(span: str) -> str | None:
-    """Return the only words in bold of an answer, where nothing in it is denied or left open: "The
-    capital is **Paris**."; None where there are none, or all of it is bold."""
+    """Return the only bold words of an answer, if nothing in it is denied or left open: "The
+    capital is **Paris**."; None if there are none, or all of it is bold."""
     if "**" not in span or len(span) > SHORT:
         return None
     bold = BOLD.findall(span)
@@ -130,7 +129,7 @@ def emphasised(span: str) -> str | None:
     return str(bold[0])
 
 
-# what takes back the answer that has been announced
+# words that retract an announced answer
 CORRECTS = re.compile(
     r"(?:\bwait,? no\b|(?<=[.!?] )no,|\bthat(?:'s| is) (?:wrong|incorrect|not (?:right|correct))|"
     r"\bcorrection\b|"
@@ -138,13 +137,13 @@ CORRECTS = re.compile(
     r"[错錯]了)[\s,.:;!\uff0c-]*",
     re.I,
 )
-DISPLAYS = {"\\[": "\\]", "$$": "$$"}  # what opens and closes a formula on lines of its own
+DISPLAYS = {"\\[": "\\]", "$$": "$$"}  # what opens and closes a displayed formula
 LAST = 3_000  # characters at the end of an answer in which it is announced
 
 
 def announced(text: str) -> str | None:
     """Return what follows the last "the answer is" up to the end of its line, or below a heading
-    "Answer"; None where nothing is announced, or the clause before denies it."""
+    "Answer"; None if nothing is announced, or the clause before denies it."""
     if len(text) < 4:
         return None
     text = evened(text[-LAST:])
@@ -167,7 +166,7 @@ def announced(text: str) -> str | None:
 
 
 def _first_line(text: str) -> str:
-    """Return the first line that says something, with the rest of the display that it opens."""
+    """Return the first non-empty line, with the rest of the displayed formula that it opens."""
     lines = text.split("\n")
     at = next((i for i, line in enumerate(lines) if line.strip("*_ \t")), len(lines) - 1)
     opened = lines[at].strip()
@@ -182,7 +181,7 @@ def _first_line(text: str) -> str:
 
 def _of_json(text: str) -> str:
     """Return what a JSON object, or a Python dict, has under "answer", or as its only value; a list
-    of one value is that value. Anything else stays as it is."""
+    of one value is that value. Anything else is unchanged."""
     value = literal(text)
     if isinstance(value, dict):
         low = {str(key).casefold().replace(" ", "_"): inner for key, inner in value.items()}

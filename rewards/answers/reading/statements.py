@@ -1,5 +1,5 @@
-"""Reads what a plain sentence says of its subject: the name in "The capital is Paris.", in the
-languages of the models' makers and users.
+"""Extracts the predicate of a plain sentence: the name in "The capital is Paris.", in the languages
+of the models' makers and users.
 
 What follows the verb is the predicate, and a predicate counts as a whole: "light blue" is not blue.
 A sentence that denies, doubts or compares says nothing.
@@ -80,7 +80,7 @@ CONTRAST = re.compile(
     r"[,\uff0c]?\s*(?:\u800c\u4e0d\u662f|\u4e0d\u662f)[^,.;:\uff0c]{1,30}$",
     re.I,
 )
-# what only says why, or more about the name
+# a reason, or a detail about the name
 TAIL = r"(?:(?!\b(?:or|oder|ou|but)\b).)*"
 BEHIND = re.compile(
     r"(?:,?\s+(?:because|since|as (?:shown|seen|indicated|evidenced)|according to|based on|"
@@ -95,7 +95,7 @@ BEHIND = re.compile(
     r"photograph|scene|chart|graph|figure|video))$",
     re.I | re.S,
 )
-# who doubts, denies, corrects or compares says nothing
+# words of doubt, denial, correction or comparison
 DOUBTS = re.compile(
     _words(
         r"former|formerly|previously|used to|impression|(?:people|some|many|others?|they)"
@@ -124,7 +124,7 @@ DOUBTS = re.compile(
     r"\uc544\ub2d9|\uc544\ub9c8|\ub610\ub294",
     re.I,
 )
-# a verb in a clause about the subject, or that says that the rest is clear
+# a verb in a clause about the subject, or one that introduces the rest
 CLAUSE = re.compile(
     r"(?:who|which|that|where|what|as|qui|que|che|die|der|das)\s*$|"
     r"\w(?<!\band)(?<!\bbut)(?<!\bso) (?:he|she|they|you|we|it)\s*$",
@@ -175,11 +175,11 @@ def sentences_of(text: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def predicates(span: str) -> tuple[str, ...]:
-    """Return the ways to take what the last sentence of a short answer says of its subject: the
-    predicate as it stands, and without an article or a participle ("called", "taken in"); nothing
-    where that is denied or doubted, or another sentence says something else of the same subject.
+    """Return the readings of the predicate in the last sentence of a short answer: unchanged, and
+    without an article or a participle ("called", "taken in"); empty if it is denied or doubted, or
+    another sentence contradicts it.
 
-    Behind a sentence that says it others may say why, as long as they have no such verb.
+    Sentences after it may give reasons, as long as they have no such verb.
     """
     if len(span) > SHORT:
         return ()
@@ -213,7 +213,7 @@ def _rivals(first: str, second: str) -> bool:
 
 
 def _decides(sentence: str, verbs: re.Pattern[str]) -> bool:
-    """Tell whether a sentence says or doubts something, not only why or where."""
+    """Tell whether a sentence states or doubts something, not only why or where."""
     return not WHERE.match(sentence) and bool(verbs.search(sentence) or DOUBTS.search(sentence))
 
 

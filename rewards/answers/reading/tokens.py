@@ -1,14 +1,14 @@
-"""Cuts a short answer into figures, words and signs."""
+"""Splits a short answer into figures, words and signs."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-# blanks and digits in a row that are looked at
+# longest run of blanks or digits
 RUN = 40
-# Separators as locales have them, where they can mean one thing only. 1,234 is a thousand and 1.234
-# a little more than one, as in English; 1.234,5 and 1,5 can only be another locale's.
+# Separators of any locale, where unambiguous. 1,234 is a thousand and 1.234 a little more than one,
+# as in English; 1.234,5 and 1,5 can only be from another locale.
 FIGURE = r"""
 (?: [1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?
   | [1-9]\d?(?:,\d{2})+,\d{3}(?:\.\d+)?
@@ -33,7 +33,7 @@ TOKEN = re.compile(
 
 
 class Token(NamedTuple):
-    """Holds a piece of an answer: ``glued`` to the piece before it, or behind a blank."""
+    """Holds a piece of an answer: ``glued`` to the piece before it, or after a blank."""
 
     kind: str
     text: str

@@ -1,4 +1,4 @@
-"""Knows units of measure: what is one kind, and how many of its base unit each is."""
+"""Defines units of measure: their kind, and their factor of the base unit."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """Holds a kind of quantity, and how many of its base unit it is."""
+    """Holds a kind of quantity and a factor of its base unit."""
 
     kind: str
     factor: float
 
     def ratio(self, other: Unit) -> float | None:
-        """Return how many of ``other`` this is; None for another kind. "pound" is weight or
-        money, a degree an angle or of a scale of temperature, as the other says."""
+        """Return how many of ``other`` this is; None for another kind. "pound" is weight or money,
+        a degree an angle or a temperature, whichever the other is."""
         if self.kind == other.kind:
             return self.factor / other.factor
         if {self, other} in ({UNITS["deg"], UNITS["celsius"]}, {UNITS["deg"], UNITS["fahrenheit"]}):

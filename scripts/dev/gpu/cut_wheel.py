@@ -1,4 +1,4 @@
-"""Removes from a wheel the shared libraries that its machine has no use for.
+"""Removes shared libraries from a wheel that the target machine does not need.
 
 python scripts/dev/gpu/cut_wheel.py WHEEL REGEX  # keeps the .so files that match REGEX
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def cut(wheel: Path, keep: str) -> None:
-    """Write the wheel again without the .so files, in folders of any depth, that do not match."""
+    """Rewrite the wheel without the .so files, in folders of any depth, that do not match."""
 
     def dropped(name: str) -> bool:
         name = name.rsplit("/", 1)[-1]

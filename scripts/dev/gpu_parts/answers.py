@@ -1,4 +1,4 @@
-"""The part of gpu_check.py about vision-language models: sampling answers, and an update."""
+"""The part of gpu_check.py on vision-language models: sampling answers, and an update."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def answers(setting: Setting) -> Iterator[Report]:
         with torch.no_grad():
             trainer.policy.rollout(prompts, work.copies, Rng.of(0))
 
-    first = measuring.seconds(partial(sample, tokens // 8))  # allocates, and loads kernels
+    first = measuring.seconds(partial(sample, tokens // 8))  # warm-up: allocates, and loads kernels
     report["seconds of the first tokens"] = first
     yield report
     few, whole = (measuring.seconds(partial(sample, count)) for count in (tokens // 4, tokens))

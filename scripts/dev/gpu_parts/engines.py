@@ -1,4 +1,4 @@
-"""The part of gpu_check.py about vLLM in the process of the policy."""
+"""The part of gpu_check.py on vLLM in the policy's process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TOKENS = 32
 
 
 def vllm(setting: Setting) -> Report:
-    """Sample a small Qwen2.5-VL by mmrl's own engine and, where it is installed, by vLLM: the gap
-    of its log-probs to those of transformers before and after the weights are changed, seconds of a
-    rollout and of sending the weights, bytes on the device while it sleeps and while it is
-    awake."""
+    """Sample a small Qwen2.5-VL by mmrl's engine and, if installed, by vLLM: the gap of its
+    log-probs to those of transformers before and after the weights are changed, seconds of a
+    rollout and of sending the weights, bytes on the device while it sleeps and while it is awake.
+    """
     from tests.fixtures import vllm_models
 
     path = str(vllm_models.folder())
@@ -74,7 +74,7 @@ def _sampled(setting: Setting, policy: VLM) -> Report:
 
 
 def _used() -> int:
-    """Return the bytes of the device that are taken, by whatever allocator."""
+    """Return the used bytes of the device, by any allocator."""
     free_bytes, total = torch.cuda.mem_get_info()
     return int(total - free_bytes)
 

@@ -22,11 +22,11 @@ from samplers.noise import Rng
 
 ROOT = Path(__file__).resolve().parents[3]
 WIDTHS = (1, 2, 4, 8, 16)  # rows of a pass
-LEAST_TO_REPEAT = 45  # seconds of a part in which two loops can be timed more than once on an H100
+LEAST_TO_REPEAT = 45  # seconds of a part that suffice to time two loops repeatedly on an H100
 
 
 def tests(setting: Setting) -> Report:
-    """Run tests/gpu, and the tests elsewhere that are marked gpu."""
+    """Run tests/gpu, and other tests marked gpu."""
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if _is_of_gpu(path)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -44,7 +44,7 @@ def tests(setting: Setting) -> Report:
 
 
 def _is_of_gpu(path: Path) -> bool:
-    """Tell whether a file has tests for a GPU, so that pytest need not read all the others."""
+    """Tell whether a file has GPU tests, so that pytest need not collect all others."""
     return path.parent.name == "gpu" or "pytest.mark.gpu" in path.read_text()
 
 
@@ -101,8 +101,8 @@ def video(setting: Setting) -> Report:
 
 
 def compiled(setting: Setting) -> Report:
-    """Compare iterations with compiled blocks and plain ones; the first compiles, and must still be
-    exactly on policy."""
+    """Compare iterations with compiled and plain blocks; the first compiles, and must still be
+    exactly on-policy."""
     report: Report = {}
     for name, option in (("plain", False), ("compiled", "aot_eager" if setting.small else True)):
         policy = models.sd3(setting.scale, compile=option)
@@ -152,7 +152,7 @@ def gap(setting: Setting) -> Iterator[Report]:
     }
     gaps: Report = {}
     for name, make in makers.items():
-        policy = make()  # trains the tiny base where it is not cached: with gradients
+        policy = make()  # trains the tiny base if it is not cached: with gradients
         policy.net.to(models.device())
         policy.pass_sizes.rows = 8
         with torch.no_grad():

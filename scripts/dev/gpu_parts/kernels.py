@@ -1,4 +1,4 @@
-"""The parts of gpu_check.py about attention: kernels alone, in a pass, in sampling."""
+"""The parts of gpu_check.py on attention: kernels alone, in a pass, in sampling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.train.minibatches import passes
 from samplers.noise import Rng
 
-CANNOT = (UserError, RuntimeError, ValueError, TypeError)  # what a backend that does not run raises
+CANNOT = (
+    UserError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+)  # exceptions of a backend that does not run
 
 
 KERNELS = {
@@ -34,9 +39,10 @@ KERNELS = {
 
 
 def attention(setting: Setting) -> Iterator[Report]:
-    """Ask every kernel of SDPA, at the sizes of Stable Diffusion 3.5 medium, of a VLM's update and
-    of its next token: milliseconds; whether an output's bits depend on a gradient to come, or on
-    the rows beside it; NaN in gradients; and milliseconds of the first call of a new length."""
+    """Test every kernel of SDPA, at the sizes of Stable Diffusion 3.5 medium, of a VLM's update and
+    of its next token: milliseconds; whether an output's bits depend on requires_grad, or on the
+    other rows of the batch; NaN in gradients; and milliseconds of the first call of a new length.
+    """
     scale = setting.scale
     many, few = (3, 2) if setting.small else (28, 4)
     shapes = {
@@ -86,8 +92,8 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Report | str:
 
 def backends(setting: Setting) -> Report:
     """Run whole networks on every backend of the option ``attention``: largest difference of the
-    velocity from SDPA's, relative to its largest value, and milliseconds of a pass; and what
-    ``auto`` chooses."""
+    velocity from SDPA's, relative to its largest value, and milliseconds of a pass; and the choice
+    of ``auto``."""
     return {
         "image": _backends(models.sd3(setting.scale), setting),
         "video": _backends(models.wan(setting.scale), setting),
@@ -162,7 +168,7 @@ def _sampling(policy: FlowPolicy, setting: Setting) -> Report:
 
 @contextmanager
 def half() -> Iterator[None]:
-    """Compute as training in bf16 does."""
+    """Compute as in bf16 training."""
     with torch.autocast(models.device(), torch.bfloat16):
         yield
 

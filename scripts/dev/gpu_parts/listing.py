@@ -1,5 +1,4 @@
-"""Lists the parts of gpu_check.py, in the order of their importance, with the seconds that each may
-take on an H100."""
+"""Lists the parts of gpu_check.py, by importance, with the seconds allowed for each on an H100."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from gpu_parts.setting import NotInstalled, Report, Setting, free
 
 @dataclass(frozen=True)
 class Part:
-    """Describes a part. run: returns what it found, or yields what it has found so far each time
-    there is more. alone: its process is no good for others afterwards."""
+    """Describes a part. run: returns its results, or yields them incrementally. alone: its process
+    cannot be reused."""
 
     run: Callable[[Setting], Report | Iterator[Report]]
     seconds: int
@@ -44,8 +43,8 @@ PARTS = {
 
 
 def run(name: str, seconds: float, setting: Setting) -> Iterator[Report]:
-    """Run a part that may take ``seconds``, and yield what it has found so far; a package that is
-    not installed is no failure."""
+    """Run a part for at most ``seconds``, and yield its results so far; a missing package is not a
+    failure."""
     free()
     alone = {"alone": True} if PARTS[name].alone else {}
     try:
@@ -57,5 +56,5 @@ def run(name: str, seconds: float, setting: Setting) -> Iterator[Report]:
 
 
 def described(name: str) -> Any:
-    """Return the sentence that says what a part measures."""
+    """Return the sentence that describes a part."""
     return PARTS[name].run.__doc__ or ""

@@ -1,5 +1,5 @@
-"""The part of gpu_check.py that holds what ``mmrl train --dry-run --devices`` says of a run against
-the run itself."""
+"""The part of gpu_check.py that compares the estimates of ``mmrl train --dry-run --devices`` with a
+run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mmrl.core.registry import load_built_in
 from mmrl.train.trainer import Trainer
 
 WORDS = 333  # tokens of a prompt of Stable Diffusion 3, as the dry run counts them
-STAND_IN = "H100"  # the card that is predicted where there is none of the table
+STAND_IN = "H100"  # card of the prediction if this one is not in the table
 
 
 def mfu(setting: Setting) -> Report:
-    """Compare an iteration of the size of ``image`` with what the dry run predicts for this card:
+    """Compare an iteration of the size of ``image`` with the dry run's prediction for this card:
     peak memory of its update (weights included), operations and seconds, each with predicted /
     measured, and the share of the card's published arithmetic that is used (MFU)."""
     load_built_in()
@@ -40,7 +40,7 @@ def mfu(setting: Setting) -> Report:
     guess = predicted(policy, scale, work, Devices(1, card))
     seconds = min(setting.times(trainer.iterate))
     peak = peak_of(trainer.iterate)
-    if not torch.cuda.is_available():  # there what was made is counted, without what was there
+    if not torch.cuda.is_available():  # there only new memory is counted
         peak += _held(policy.net) + _held(policy.vae) + optimizer_bytes(trainer)
     operations = counter.get_total_flops()
     pairs = {
@@ -66,7 +66,7 @@ def _held(net: torch.nn.Module) -> int:
 
 
 def optimizer_bytes(trainer: Trainer) -> int:
-    """Count the bytes that the optimizer keeps from step to step."""
+    """Count the bytes of the optimizer's state."""
     states = trainer.update.optimizer.state.values()
     return sum(x.nbytes for state in states for x in state.values() if isinstance(x, torch.Tensor))
 

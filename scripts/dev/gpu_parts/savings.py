@@ -1,5 +1,5 @@
-"""The parts of gpu_check.py about memory that is saved: bases in 8 and 4 bits, the optimizer in 8
-bits, and models that leave the device between the phases of an iteration."""
+"""The parts of gpu_check.py on saving memory: bases in 8 and 4 bits, the optimizer in 8 bits, and
+models that are offloaded between the phases of an iteration."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mmrl.train.optimizers import adamw, adamw_8bit
 from samplers.noise import Rng
 
 KINDS = (None, "8bit", "nf4")
-ROWS = 4  # of a pass: its activations are not what is saved here
+ROWS = 4  # rows of a pass: activations are not the point here
 
 
 def quantized(setting: Setting) -> Report:
-    """Run iterations on a frozen base as it is, in 8 and in 4 bits: the gap of log-probs of the
-    same samples to the base as it is before training, the first ratio, seconds, bytes of the
+    """Run iterations on a frozen base, unquantised, in 8 and in 4 bits: the gap of log-probs of the
+    same samples to the unquantised base before training, the first ratio, seconds, bytes of the
     weights, memory."""
     _require_bitsandbytes()
     report: Report = {}
@@ -58,7 +58,7 @@ def quantized(setting: Setting) -> Report:
 
 @torch.no_grad()
 def _gaps(policy: FlowPolicy, rollout: Any) -> torch.Tensor:
-    """Score a rollout; return how far each decision is from what was recorded."""
+    """Score a rollout; return the distance of each decision's log-prob from the recorded one."""
     with half():
         return torch.cat(
             [
@@ -70,8 +70,8 @@ def _gaps(policy: FlowPolicy, rollout: Any) -> torch.Tensor:
 
 def optimizer_8bit(setting: Setting) -> Report:
     """Run two iterations by AdamW and by AdamW in 8 bits, from the same weights: bytes of the
-    moments, how far the weights moved and are apart after them, seconds. (The first step of Adam is
-    the sign of the gradient, whatever the moments are kept in.)"""
+    moments, how far the weights moved and differ afterwards, seconds. (The first step of Adam is
+    the sign of the gradient, whatever the dtype of the moments.)"""
     _require_bitsandbytes()
     report: Report = {}
     changes = {}
@@ -123,12 +123,12 @@ def sleep(setting: Setting) -> Report:
 
 
 def allocated() -> int:
-    """Return the bytes on the device; of a CPU, where nothing leaves it, 0."""
+    """Return the bytes on the device; 0 for a CPU, where nothing is offloaded."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def encoder(setting: Setting) -> torch.nn.Module:
-    """Make T5's encoder with random weights, of the size of T5-large, on the CPU."""
+    """Build T5's encoder with random weights, of the size of T5-large, on the CPU."""
     from transformers import T5Config, T5EncoderModel
 
     large = {"d_model": 1024, "d_ff": 2816, "num_layers": 24, "num_heads": 16}
@@ -139,7 +139,7 @@ def encoder(setting: Setting) -> torch.nn.Module:
 
 
 def _encoders(setting: Setting, placement: Any) -> Report:
-    """Encode two texts, then one that is known and one that is not."""
+    """Encode two texts, then a cached and a new one."""
     during: list[int] = []
 
     def encode(net: Any, texts: list[Any], device: torch.device) -> dict[str, torch.Tensor]:
@@ -170,7 +170,7 @@ def _encoders(setting: Setting, placement: Any) -> Report:
 
 
 def _reward(setting: Setting) -> Report:
-    """Score with a network that waits on the CPU."""
+    """Score with a network that is offloaded to the CPU."""
     during: list[int] = []
     net = encoder(setting)
 
@@ -197,7 +197,7 @@ def _reward(setting: Setting) -> Report:
 
 
 def _path(setting: Setting, offload: bool) -> Report:
-    """Sample videos; what is left on the device is their path, unless it waits on the CPU."""
+    """Sample videos; their path stays on the device unless it is offloaded."""
     policy = models.wan(setting.scale, offload_trajectory=offload)
     policy.net.to(models.device())
     sample = partial(policy.rollout, bench.PROMPTS[:1], 2, Rng.of(0))

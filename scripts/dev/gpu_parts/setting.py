@@ -1,4 +1,4 @@
-"""Holds what the parts of gpu_check.py share: sizes, how often to repeat, how much time is left."""
+"""Holds what the parts of gpu_check.py share: sizes, repetitions, remaining time."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import torch
 from mmrl.train.trainer import Trainer
 
 Report = dict[str, Any]
-SHARE = 0.6  # of a part's seconds after which nothing is repeated
+SHARE = 0.6  # share of a part's seconds after which nothing is repeated
 
 
 class NotInstalled(Exception):
-    """Says that a part lacks a package, which is no failure."""
+    """Signals that a part lacks a package, which is not a failure."""
 
 
 @dataclass
 class Setting:
-    """Holds the options of one part. seconds: that it may take in all."""
+    """Holds the options of one part. seconds: its time limit."""
 
     scale: models.Scale
     out: Path
@@ -36,14 +36,14 @@ class Setting:
     start: float = field(default_factory=time.perf_counter, init=False)
 
     def times(self, work: Callable[[], Any]) -> list[float]:
-        """Measure the seconds of ``work``, once and then as often as was asked and time allows."""
+        """Measure the seconds of ``work``, once and then as often as requested and time allows."""
         seconds = [measuring.seconds(work)]
         while len(seconds) < self.repeats and self.has_time():
             seconds.append(measuring.seconds(work))
         return seconds
 
     def has_time(self) -> bool:
-        """Tell whether there is time to measure one thing more."""
+        """Tell whether there is time for another measurement."""
         return time.perf_counter() - self.start < SHARE * self.seconds
 
     def work(self, rows: int = 8, **options: Any) -> bench.Work:
@@ -62,12 +62,12 @@ class Setting:
 
 
 def trainer_of(policy: Any, work: bench.Work) -> Trainer:
-    """Make a trainer of mmrl's for this work, by the reward that needs no model."""
+    """Build mmrl's trainer for this work, with a reward that needs no model."""
     return bench.mmrl_trainer(policy, work, bench.brightness)
 
 
 def peak_of(work: Callable[[], Any]) -> int:
-    """Run ``work`` once; return the most bytes on the device, of a CPU those that were made."""
+    """Run ``work`` once; return the peak bytes on the device, for a CPU those allocated."""
     if not torch.cuda.is_available():
         return measuring.peak_bytes(work)
     torch.cuda.synchronize()
@@ -78,13 +78,13 @@ def peak_of(work: Callable[[], Any]) -> int:
 
 
 def free() -> None:
-    """Give back what nothing refers to any more."""
+    """Free unreferenced memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its name where it says nothing."""
+    """Return the first line of an error's message, or its name if it has none."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,5 +1,5 @@
-"""Runs the parts of gpu_check.py in a process of their own each with a time limit, so that one that
-hangs or kills its process does not take the others with it."""
+"""Runs each part of gpu_check.py in a separate process with a time limit, so that a hang or crash
+does not affect the others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Report = dict[str, Any]
-# of a part's name and its seconds: what it has found so far, again and again; the last is all
+# (part, seconds) -> its results so far, repeatedly; the last is complete
 Run = Callable[..., Iterator[Report]]
 
 
 def serve(connection: Any, run: Run, words: tuple[Any, ...]) -> None:
-    """Run every part that is asked for, in the process of a ``Worker``, until it is told to end."""
-    os.setsid()  # so that what a part starts can be ended with it
+    """Run requested parts, in the process of a ``Worker``, until it is stopped."""
+    os.setsid()  # so that a part's children can be ended with it
     while True:
         name, seconds = connection.recv()
         if name is None:
@@ -34,14 +34,14 @@ def serve(connection: Any, run: Run, words: tuple[Any, ...]) -> None:
 def recorded(
     run: Callable[[], Iterator[Report]], note: Callable[[Report], Any] = lambda found: None
 ) -> Report:
-    """Run a part and ``note`` what it has found so far; a failure is added to that, so that the
-    next part runs."""
+    """Run a part and ``note`` its results so far; a failure is added to them, so that the next part
+    runs."""
     report: Report = {}
     try:
         for report in run():
             note(report)
         return report
-    except (Exception, SystemExit) as error:  # a command line that is refused exits
+    except (Exception, SystemExit) as error:  # a refused command line exits
         return report | {
             "failed": f"{type(error).__name__}: {error}",
             "where": traceback.format_exc().splitlines()[-6:],
@@ -49,10 +49,9 @@ def recorded(
 
 
 class Worker:
-    """Runs parts in another process, which is used for the next part unless one has failed, or says
-    that it has to be ``alone``.
+    """Runs parts in another process, which is reused unless a part has failed, or is ``alone``.
 
-    A failed kernel can leave a CUDA device unusable to its process, hence a new one after it.
+    A failed kernel can leave a CUDA device unusable in its process, hence a new one after it.
     """
 
     def __init__(self, run: Run, *words: Any):
@@ -62,8 +61,8 @@ class Worker:
         self.connection: Any = None
 
     def ask(self, name: str, seconds: float) -> Report:
-        """Run a part for at most ``seconds``, the start of a process included. One that is ended
-        reports what it had found."""
+        """Run a part for at most ``seconds``, including the start of a process. One that is ended
+        reports its results so far."""
         end = time.monotonic() + seconds
         if self.process is None:
             context = multiprocessing.get_context("spawn")
@@ -90,7 +89,7 @@ class Worker:
         return answer
 
     def end(self) -> None:
-        """Let the process end, and end it where it does not."""
+        """Let the process end, and kill it if it does not."""
         if self.process is None:
             return
         with contextlib.suppress(OSError):
@@ -99,12 +98,12 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """End the process and what it has started."""
+        """Kill the process and its children."""
         if self.process is None:
             return
         if self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
-                # its group is its own once it has begun; until then there is only itself
+                # it has its own process group once it has started
                 own = os.getpgid(self.process.pid) == self.process.pid
                 (os.killpg if own else os.kill)(self.process.pid, signal.SIGKILL)
         self.process.join(10)

@@ -1,6 +1,5 @@
-"""The parts of gpu_check.py under torch.distributed: as copies (DDP), in shards (FSDP2), and with
-the sequence split (Ulysses). One device is a world of one: the wrappers, their hooks and NCCL's
-calls are those of many."""
+"""The parts of gpu_check.py under torch.distributed: DDP, FSDP2, and context parallelism (Ulysses).
+One device is a world of one, with the same wrappers, hooks and NCCL calls as many."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from gpu_parts.setting import Report, Setting, free, peak_of, trainer_of
 from mmrl.core import distributed
 
-SHARDS = {  # what `accelerate launch --use_fsdp --fsdp_version 2` says to its processes
+SHARDS = {  # variables set by `accelerate launch --use_fsdp --fsdp_version 2`
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -33,10 +32,10 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def world_of_one(setting: Setting) -> Iterator[Report]:
-    """Run an iteration alone, as the one copy of DDP and as the one shard of FSDP2, in each
-    precision: largest difference of the trained weights from those of the run alone, as a share of
-    how far these moved, the first ratio, seconds, memory. In bf16 FSDP2 gathers adapters rounded to
-    bf16, which the run alone keeps in float32."""
+    """Run an iteration alone, under DDP and under FSDP2, in each precision: largest difference of
+    the trained weights from those of the run alone, relative to how far these moved, the first
+    ratio, seconds, memory. In bf16 FSDP2 gathers adapters in bf16, which the run alone keeps in
+    float32."""
     make = partial(models.sd3, setting.scale)
     report: Report = {}
     for precision in PRECISIONS:
@@ -73,11 +72,11 @@ Weights = dict[str, Tensor]
 
 
 def _iterated(setting: Setting, make: Callable[[], Any], precision: str) -> tuple[Report, Weights]:
-    """Run an iteration of plain gradient descent; return what it was like, and what it changed in
-    the trained weights."""
+    """Run an iteration of plain gradient descent; return its measurements, and the change of the
+    trained weights."""
     policy = make()
     work = setting.work(copies=max(2, setting.scale.copies // 2), precision=precision)
-    with mock.patch.object(bench, "adamw", _descent):  # Adam makes a whole step of any rounding
+    with mock.patch.object(bench, "adamw", _descent):  # Adam turns any rounding into a full step
         trainer = trainer_of(policy, work)
     before = policy.weights.full()
     metrics = trainer.iterate()
@@ -107,7 +106,7 @@ def _apart(change: Weights, expected: Weights) -> float:
 
 @contextmanager
 def distributed_world(**environment: str) -> Iterator[None]:
-    """Let this process be the only one that a launcher has started."""
+    """Set up a world of one, as by a launcher."""
     with socket.socket() as free_port:
         free_port.bind(("127.0.0.1", 0))
         port = free_port.getsockname()[1]
@@ -132,7 +131,7 @@ def distributed_world(**environment: str) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Let accelerate find out anew what this process is."""
+    """Reset accelerate's state."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -142,7 +141,7 @@ def _forget() -> None:
 
 @contextmanager
 def _sharded_anywhere(sharded: bool) -> Iterator[None]:
-    """Shard on a CPU as well, for which accelerate never does."""
+    """Also shard on a CPU, which accelerate never does."""
     if not sharded or torch.cuda.is_available():
         yield
         return
@@ -154,8 +153,8 @@ def _sharded_anywhere(sharded: bool) -> Iterator[None]:
 
 @contextmanager
 def _groups_of_one() -> Iterator[list[str]]:
-    """Let diffusers split a sequence over one process, which it takes for a mistake; yield a list
-    that grows with every attention that exchanged its parts."""
+    """Let diffusers split a sequence over one process, which it refuses; yield a list that grows
+    with every attention that exchanged its parts."""
     from diffusers import ContextParallelConfig
     from diffusers.models import attention_dispatch
 

@@ -1,4 +1,4 @@
-"""Holds the sections of ``scripts/dev/soak``: what each is called, and how they are run."""
+"""Lists the sections of ``scripts/dev/soak``, and runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.dev.soak_parts.page import Soak
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# section -> (its module in this folder, what it shows). A module has ``run(soak)``, which yields an
+# section -> (its module in this folder, its title). A module has ``run(soak)``, which yields an
 # ``Experiment`` for every row of the table.
 SECTIONS = {
     "kills": ("kills", "Random kills at any moment: resumed to the bit, nothing lost"),
@@ -63,7 +63,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _written() -> list[str]:
-    """List the sections whose modules are there."""
+    """List the sections whose modules exist."""
     folder = Path(__file__).parent
     missing = [
         name for name, (module, _) in SECTIONS.items() if not (folder / f"{module}.py").exists()

@@ -17,13 +17,13 @@ from scripts.dev.soak_parts.page import Experiment, Soak
 from tests.fixtures.text_rewards import SMALLEST, prompts_of
 from tests.rewards.test_growth import PIECES, WRAPS
 
-SLOW = 2.0  # seconds of a processor, here and in the processes beside, that no answer may take
+SLOW = 2.0  # CPU seconds, including worker processes, that no answer may take
 GROWTH = 64 * 2**20
 LENGTHS = (1, 10, 100, 1000, 10_000, 100_000)
 
 
 def mutated(draw: random.Random, right: str) -> str:
-    """The right answer with pieces put in, cut out and repeated; or pieces alone."""
+    """Return the right answer with pieces inserted, removed and repeated; or only pieces."""
     text = right if draw.random() < 0.5 else ""
     for _ in range(draw.randint(1, 5)):
         at = draw.randint(0, len(text))
@@ -42,7 +42,7 @@ def mutated(draw: random.Random, right: str) -> str:
 
 
 def worked() -> float:
-    """Seconds of a processor that this process and those it has ended took."""
+    """Return the CPU seconds of this process and its finished children."""
     parts = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(part.ru_utime + part.ru_stime for part in parts)
 
@@ -53,7 +53,7 @@ def memory() -> int:
 
 
 def judged(reward: Any, text: str, prompt: dict[str, Any]) -> str:
-    """What came of it: "scored", or what was wrong."""
+    """Return the outcome: "scored", or what was wrong."""
     try:
         (score,) = reward([text], [prompt]).tolist()
     except Exception as error:

@@ -1,7 +1,7 @@
 """Cuts the power, fills the disk and makes it read-only at every write of a run in turn.
 
 The run folders lie on a real ext4 file system in an image file, which needs root and loop devices.
-A power cut is ext4's ``abort``, which throws away what is not on the disk yet, and a kill.
+A power cut is ext4's ``abort``, which discards what is not on disk yet, and a kill.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SENTENCES = ("cannot write", "No space left", "Read-only file system")
 
 
 class Disk:
-    """Holds an ext4 file system of its own, mounted at ``place``."""
+    """Holds a separate ext4 file system, mounted at ``place``."""
 
     def __init__(self, folder: Path):
         self.image = folder / "disk.img"
@@ -47,11 +47,11 @@ class Disk:
         _command("mount", "-o", "loop", self.image, self.place)
 
     def abort(self) -> None:
-        """Let the file system fail: what is not on the disk is lost, and nothing can be written."""
+        """Make the file system fail: unsynced data is lost, and nothing can be written."""
         _command("mount", "-o", "remount,abort", self.place)
 
     def repair(self) -> None:
-        """Mount it anew, as after a restart: the journal is replayed."""
+        """Remount it, as after a restart: the journal is replayed."""
         _command("umount", self.place)
         self.mount()
 
@@ -77,8 +77,8 @@ def _command(*words: str | Path) -> None:
 
 
 def _sentence(status: int | None, printed: str) -> str:
-    """Say what is wrong with how a run ended that could not write: it says so in a sentence, or
-    had nothing to write that needed more room, and is through."""
+    """Say what is wrong with the end of a run that could not write: it must end with one sentence,
+    or succeed if it needed no space."""
     if status == 0 and "finished" in printed:
         return ""
     if status != 2 or "Traceback" in printed:
@@ -87,7 +87,7 @@ def _sentence(status: int | None, printed: str) -> str:
 
 
 def run(soak: Soak) -> Iterator[Experiment]:
-    """Let every fault happen at every write of a run, or at as many as there is time for."""
+    """Inject every fault at every write of a run, or at as many as time allows."""
     killing.warm()
     end = time.monotonic() + soak.seconds
     with Disk(soak.folder) as disk:

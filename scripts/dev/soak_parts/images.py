@@ -23,7 +23,7 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 @cache
 def whole(kind: str, mode: str, size: tuple[int, int]) -> bytes:
-    """A picture of noise, of these colours and this size."""
+    """Return a noise picture of these colours and this size."""
     draw = random.Random(0)
     noise = bytes(draw.randrange(256) for _ in range(3 * size[0] * size[1]))
     picture = Image.frombytes("RGB", size, noise)
@@ -37,7 +37,7 @@ def whole(kind: str, mode: str, size: tuple[int, int]) -> bytes:
 
 
 def chunks(content: bytes) -> list[tuple[bytes, bytes]]:
-    """The chunks of a PNG: kind and content."""
+    """Return the chunks of a PNG: kind and content."""
     parts = []
     place = len(SIGNATURE)
     while place + 8 <= len(content):
@@ -48,7 +48,7 @@ def chunks(content: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def joined(parts: list[tuple[bytes, bytes]]) -> bytes:
-    """A PNG whose check sums are right, so that decoders go on to what is inside."""
+    """Return a PNG with valid checksums, so that decoders read its content."""
     return SIGNATURE + b"".join(
         struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
         for kind, body in parts
@@ -56,7 +56,7 @@ def joined(parts: list[tuple[bytes, bytes]]) -> bytes:
 
 
 def inside(draw: random.Random) -> bytes:
-    """A PNG with chunks changed, doubled, left out or exchanged under right check sums."""
+    """Return a PNG with chunks changed, duplicated, removed or swapped, with valid checksums."""
     parts = chunks(whole(draw.choice(["PNG", "APNG"]), draw.choice(MODES), (9, 7)))
     for _ in range(draw.randint(1, 4)):
         place = draw.randrange(len(parts))
@@ -80,7 +80,7 @@ def inside(draw: random.Random) -> bytes:
 
 
 def outside(draw: random.Random) -> bytes:
-    """A file of which bytes were changed, cut out or doubled."""
+    """Return a file with bytes changed, removed or duplicated."""
     kind = draw.choice(["PNG", "WEBP", "APNG"])
     mode = draw.choice(["RGB", "RGBA"] if kind == "WEBP" else MODES)
     content = bytearray(whole(kind, mode, draw.choice([(1, 1), (9, 7), (64, 64)])))
@@ -97,7 +97,7 @@ def outside(draw: random.Random) -> bytes:
 
 
 def request(draw: random.Random) -> tuple[bytes, str]:
-    """A request with such pictures as samples, frames, or in a prompt."""
+    """Return a request with such pictures as samples, frames, or in a prompt."""
     pictures = [b64(draw.choice([inside, outside])(draw)) for _ in range(draw.randint(1, 2))]
     forms = [
         {"images": pictures, "prompts": [{}] * len(pictures)},

@@ -1,8 +1,8 @@
-"""Runs toy trainings in forked processes, kills them, resumes them, and compares what is left with
-a run that nobody disturbed.
+"""Runs toy trainings in forked processes, kills them, resumes them, and compares the result with an
+undisturbed run.
 
-A fork costs nothing beside the import of torch, so that hundreds of kills take minutes. The
-process that forks must not have computed anything with torch.
+A fork is much cheaper than importing torch, so that hundreds of kills take minutes. The forking
+process must not have computed anything with torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import yaml
 from scripts.dev.soak_parts.states import SETS
 
 FAMILIES = ("ToyFlow", "ToyDiffusion", "ToyVideo", "ToyMasked", "ToyCausal")
-PATIENCE = 120.0  # seconds in which a run of a few iterations ends, or hangs
+PATIENCE = 120.0  # seconds after which a run of a few iterations counts as hanging
 IMPORTED = (
     "accelerate",
     "mmrl.experiment.lifecycle",
@@ -42,7 +42,7 @@ Act = Callable[[], None]
 def configuration(
     folder: Path, family: str, iterations: int, states: str = "averages", **changes: Any
 ) -> Path:
-    """Write a configuration in which many parts have a state: those of a set of ``states.SETS``."""
+    """Write a configuration with many stateful parts: those of a set of ``states.SETS``."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts = folder / "prompts.jsonl"
     rows = [{"text": f"p{i}", "label": i / 8 - 1, "kind": "ab"[i % 2]} for i in range(16)]
@@ -108,7 +108,7 @@ def forked(act: Act, log: Path, env: dict[str, str] | None = None) -> int:
 
 
 def _status(act: Act) -> int:
-    """Run something and return what the command would exit with."""
+    """Run something and return the exit status of the command."""
     from mmrl.core.errors import UserError
 
     try:
@@ -125,8 +125,8 @@ def _status(act: Act) -> int:
 
 
 def waited(pid: int, patience: float = PATIENCE) -> int | None:
-    """Wait for the end of a process; None, and it is killed, if it hangs. Returns its status,
-    negative if a signal ended it."""
+    """Wait for the end of a process. Returns its status, negative for a signal; None, after a kill,
+    if it hangs."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
         known, status = os.waitpid(pid, os.WNOHANG)
@@ -147,21 +147,21 @@ def free_port() -> int:
 
 @dataclass
 class Run:
-    """A training of a configuration in a folder, by one process or two."""
+    """Holds a training of a configuration in a folder, by one process or two."""
 
     config: Path
     folder: Path
     processes: int = 1
     overrides: Sequence[str] = ()
     pids: list[int] = field(default_factory=list)
-    logs: Path | None = None  # folder of what it prints; null: beside its own
+    logs: Path | None = None  # folder of its output; null: next to its own
 
     @property
     def log(self) -> Path:
         return (self.logs or self.folder.parent) / f"{self.folder.name}.log"
 
     def start(self, before: Callable[[int], None] = lambda rank: None) -> None:
-        """Begin it, or go on with what is there. ``before`` is called in each process first."""
+        """Start or resume it. ``before`` is called in each process first."""
         port = str(free_port())
         self.pids = []
         for rank in range(self.processes):
@@ -184,7 +184,7 @@ class Run:
         raise SystemExit(ended.status)
 
     def ends(self) -> list[int | None]:
-        """Wait for all processes; those left alone by a killed one are killed after a while."""
+        """Wait for all processes; those left behind by a killed one are killed after a while."""
         statuses = [waited(pid) for pid in self.pids]
         return statuses
 
@@ -194,8 +194,8 @@ class Run:
 
 
 def left_behind(folder: Path) -> dict[str, Any]:
-    """Collect what two equal runs have in common: weights and state to the bit, metrics without
-    times, rollouts, and what happened."""
+    """Collect what must agree between equal runs: weights and state bit by bit, metrics without
+    times, rollouts, and events."""
     from mmrl.experiment import checkpoint
     from mmrl.experiment.rerun import timeless
 
@@ -228,9 +228,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Fault:
-    """Says what befalls a process at one of its writes: ``strike`` happens to it, ``repair`` is
-    done after its end, and ``wrong`` judges how it ended, from its status and what it printed.
-    ``tears``: a line of metrics that is struck is half written first."""
+    """Describes a fault at one of a process's writes: ``strike`` injects it, ``repair`` runs after
+    its end, and ``wrong`` judges its end, from status and output. ``tears``: half of a metrics line
+    is written first."""
 
     strike: Act
     wrong: Callable[[int | None, str], str]
@@ -239,7 +239,7 @@ class Fault:
 
 
 def killed() -> None:
-    """End this process as a kill does: at once, nothing is written."""
+    """End this process like a kill: at once, without flushing."""
     os._exit(9)
 
 
@@ -247,8 +247,8 @@ KILL = Fault(killed, lambda status, printed: "" if status == 9 else f"ended with
 
 
 class Writes:
-    """Counts what a process does to the disk below a folder, and strikes at one of them: before
-    it, or of a line of metrics in its middle."""
+    """Counts a process's writes below a folder, and injects a fault at one: before it, or in the
+    middle of a metrics line."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class Writes:
         self.count = 0
 
     def install(self) -> None:
-        """Watch from now on, for the rest of the process."""
+        """Start watching, for the rest of the process."""
         from mmrl.monitoring.log import RunLog
 
         sys.addaudithook(self._hear)
@@ -279,7 +279,7 @@ class Writes:
         RunLog.__init__ = opened  # type: ignore[method-assign]
 
     def step(self, torn: Act = lambda: None) -> None:
-        """Count one more, and strike if it is the one."""
+        """Count a write, and inject the fault if it is the chosen one."""
         self.count += 1
         if self.report is not None:
             self.report.write_text(str(self.count))
@@ -296,12 +296,12 @@ class Writes:
             self.step()
 
     def _writes(self, path: Any, mode: Any, flags: Any) -> bool:
-        """Tell an open that may write; those of ``os.open`` are what is synced."""
+        """Tell whether an open may write; ``os.open`` is used for syncing."""
         return mode is None or any(letter in str(mode) for letter in "wax+")
 
 
 class _Torn:
-    """Stands for the file of metrics: a process that ends in a line has written half of it."""
+    """Wraps the metrics file: a process that ends in a line has written half of it."""
 
     def __init__(self, file: Any, watch: Writes):
         self.file = file
@@ -320,7 +320,7 @@ class _Torn:
 
 
 def warm() -> None:
-    """Import what forked processes need, so that each of them does not."""
+    """Import what forked processes need, once."""
     import importlib
 
     import torch
@@ -331,7 +331,7 @@ def warm() -> None:
     load_built_in()
     for name in IMPORTED:
         importlib.import_module(name)
-    # looking for installed plug-ins again would be half of a run's time
+    # searching installed plug-ins again would take half of a run's time
     importlib.import_module("mmrl.experiment.build").load_built_in = lambda: None
 
 
@@ -342,8 +342,8 @@ def at_every_write(
     fault: Fault = KILL,
     place: Path | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Yield (write, what is wrong) for processes that a fault befalls at chosen writes, and that
-    are then resumed. ``place``: where the run folders are; null: in ``folder``."""
+    """Yield (write, what is wrong) for processes with a fault at chosen writes, which are then
+    resumed. ``place``: parent of the run folders; null: ``folder``."""
     place = place or folder
     whole = Run(config, place / "whole", logs=folder)
     report = folder / "count"

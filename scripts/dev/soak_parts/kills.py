@@ -1,5 +1,5 @@
-"""Kills runs at random moments and at every write, resumes them, and compares with a run that
-nobody disturbed."""
+"""Kills runs at random times and at every write, resumes them, and compares with an undisturbed
+run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from scripts.dev.soak_parts.writes import in_turn
 
 ITERATIONS = 8
 MOST_KILLS = 4  # of one run
-ORPHAN = 30.0  # seconds after which a launcher ends what a killed process left waiting
+ORPHAN = 30.0  # seconds after which a launcher ends processes that wait for a killed one
 
 
 @dataclass
 class Tally:
-    """Counts what was done to runs of one kind, and what came out wrong."""
+    """Counts kills of runs of one kind, and wrong results."""
 
     kills: int = 0
     runs: int = 0
@@ -46,7 +46,7 @@ class Tally:
 
 
 def run(soak: Soak) -> Iterator[Experiment]:
-    """Kill runs of every family, by one process and by two, until the time is up."""
+    """Kill runs of every family, of one process and of two, until the time is up."""
     killing.warm()
     rng = random.Random(soak.seed)
     end = time.monotonic() + soak.seconds
@@ -94,7 +94,7 @@ def _disturbed(
     for _ in range(rng.randint(1, MOST_KILLS)):
         run.start()
         moment = time.monotonic() + rng.uniform(0.3, 1.0) * seconds
-        if rng.random() < 0.5:  # when a checkpoint is being written, after that moment
+        if rng.random() < 0.5:  # while a checkpoint is being written, after that time
             _await_checkpoint(run.folder, moment, seconds)
         else:
             time.sleep(max(0.0, moment - time.monotonic()))
@@ -105,7 +105,7 @@ def _disturbed(
         checkpoints = run.folder / "checkpoints"
         tally.in_checkpoint += any(checkpoints.glob(".iteration-*"))
         if statuses == [0] * run.processes:
-            break  # it was through before the kill
+            break  # it had finished before the kill
     statuses = run.finish()
     if statuses != [0] * run.processes:
         tally.problems.append(f"{run.folder}: {statuses}: {run.log.read_text()[-300:]}")
@@ -114,7 +114,7 @@ def _disturbed(
 
 
 def _await_checkpoint(folder: Path, moment: float, seconds: float) -> None:
-    """Wait until a moment, and then for a half-written checkpoint, not longer than a run takes."""
+    """Wait until a time, and then for a half-written checkpoint, at most as long as a run takes."""
     while time.monotonic() < moment + seconds:
         if time.monotonic() > moment and any((folder / "checkpoints").glob(".iteration-*")):
             return

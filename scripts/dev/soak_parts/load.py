@@ -1,5 +1,4 @@
-"""Many clients of one reward server at once: how long they wait, nothing lost, nothing scored
-twice."""
+"""Load test of a reward server with many clients: latency, nothing lost, nothing scored twice."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ SAMPLES = 4  # of a request
 
 
 def client(number: int, remote: Remote, until: float, waits: list[float]) -> tuple[int, int]:
-    """Ask for samples that nobody else asks for. Returns how many, and how many were wrong or
-    lost."""
+    """Request scores of unique samples. Returns their number, and how many were wrong or lost."""
     asked = wrong = 0
     while time.monotonic() < until:
         # float32 holds whole numbers up to 2 ** 24

@@ -1,5 +1,5 @@
-"""Trains a toy for thousands of iterations, with evaluations, checkpoints and alarms, and watches
-that memory, files and seconds an iteration stay flat."""
+"""Trains a toy for thousands of iterations, with evaluations, checkpoints and alarms, and checks
+that memory, files and seconds per iteration stay flat."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _flat(
 
 
 def _files(folder: Path, count: int) -> Iterator[Experiment]:
-    """Measure bytes an iteration in files of lines, and that nothing else piles up."""
+    """Measure bytes per iteration in line files, and check that nothing else grows."""
     for name in LINES:
         path = folder / name
         if not path.exists():

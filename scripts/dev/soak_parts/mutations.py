@@ -1,4 +1,4 @@
-"""Mutates configurations at random: the outcome is success or sentences, never a traceback or a
+"""Mutates configurations at random: the result must be success or messages, never a traceback or a
 hang."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts.dev.soak_parts.page import Experiment, Soak
 
 ROOT = Path(__file__).resolve().parents[3]
 HANG = 20.0  # seconds after which a dry run is ended
-SLOW = 2.0  # seconds of a processor that no dry run may take
+SLOW = 2.0  # CPU seconds that no dry run may take
 MOST_GROWTH = 64.0  # MiB between the second and the last quarter
 WARM = ("digits/flow_grpo.yaml", "digits/counting.yaml", "digits/mask_grpo.yaml")
 VALUES: list[Any] = [
@@ -111,7 +111,7 @@ class _Hang(BaseException):
 
 
 def _mutate(folder: Path, shipped: list[Path], rng: random.Random, end: float, log: Path) -> None:
-    """Dry-run mutated configurations in this process and write down what came of each."""
+    """Dry-run mutated configurations in this process and record the outcomes."""
     from mmrl.apps.dry_run.dryrun import dry_run
 
     def hang(*_: object) -> None:
@@ -119,7 +119,7 @@ def _mutate(folder: Path, shipped: list[Path], rng: random.Random, end: float, l
 
     signal.signal(signal.SIGALRM, hang)
     os.chdir(folder)
-    for name in WARM:  # what is imported once is no hang
+    for name in WARM:  # a first import is not a hang
         dry_run(ROOT / "configs" / name)
     while time.monotonic() < end:
         source = rng.choice(shipped)
@@ -127,7 +127,7 @@ def _mutate(folder: Path, shipped: list[Path], rng: random.Random, end: float, l
         file = folder / "mutated.yaml"
         file.write_text(yaml.safe_dump(plain, sort_keys=False))
         line = _tried(file)
-        if line["seconds"] > SLOW and not line["why"]:  # once more: what it imported is no hang
+        if line["seconds"] > SLOW and not line["why"]:  # retry: a first import is not a hang
             line = {"first": line["seconds"], **_tried(file)}
         if line["why"] or max(line["seconds"], line.get("first", 0.0)) > SLOW:
             line["source"] = source.name
@@ -139,7 +139,7 @@ def _mutate(folder: Path, shipped: list[Path], rng: random.Random, end: float, l
 
 
 def _tried(file: Path) -> dict[str, Any]:
-    """Dry-run a file and say what came of it, and the seconds of a processor that it took."""
+    """Dry-run a file and return its outcome and CPU seconds."""
     from mmrl.apps.dry_run.dryrun import dry_run
     from mmrl.core.errors import UserError
 

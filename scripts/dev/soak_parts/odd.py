@@ -89,7 +89,7 @@ def _locales(config: Path, folder: Path, expected: dict[str, object]) -> Experim
         problem = problem or mmrl("report", place, env=env).problem()
         problem = problem or mmrl("rerun", place, env=env).problem()
         named = mmrl("train", config, f"run={folder / name}-\u00e9t\u00e9 \u6771", env=env)
-        problem = problem or named.problem(0, 2)  # a name this locale cannot say: a sentence
+        problem = problem or named.problem(0, 2)  # a name this locale cannot encode: a message
         problem = problem or ", ".join(killing.differences(expected, killing.left_behind(place)))
         problems += [f"{name}: {problem}"] if problem else []
     return _experiment(
@@ -98,7 +98,7 @@ def _locales(config: Path, folder: Path, expected: dict[str, object]) -> Experim
 
 
 def _clocks(config: Path, folder: Path, expected: dict[str, object]) -> Experiment:
-    """Set the clock back between the first half of a run and its resume, and inside of it."""
+    """Set the clock back between the first half of a run and its resume, and during it."""
     problems = []
     library = _library()
     for name, (first, second) in CLOCKS.items():
@@ -132,7 +132,7 @@ def _library() -> str:
 
 
 def _trained(config: Path, place: Path, env: dict[str, str], later: dict[str, str]) -> str:
-    """Train a half, then go on with it; say what is wrong."""
+    """Train a half, then resume it; say what is wrong."""
     first: Done = mmrl("train", config, f"run={place}", "train.time_limit=0.001", env=env)
     return (
         first.problem(75)
@@ -141,7 +141,7 @@ def _trained(config: Path, place: Path, env: dict[str, str], later: dict[str, st
 
 
 def _jumping(config: Path, place: Path, library: str) -> str:
-    """Train while the clock, read anew from a file at every look, moves back."""
+    """Train while the clock, which is read from a file each time, moves back."""
     with tempfile.NamedTemporaryFile("w+", suffix=".rc") as clock:
         Path(clock.name).write_text("@2026-03-01 12:00:00\n")
         env = {

@@ -1,4 +1,4 @@
-"""Keeps the figures of the experiments of trust, and writes their page."""
+"""Stores the results of the soak experiments, and writes their page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ outcome than expected.
 
 @dataclass(frozen=True)
 class Soak:
-    """Says what a section may use: an empty folder, its time, and where its randomness starts."""
+    """Holds what a section may use: an empty folder, its time, and its random seed."""
 
     folder: Path
     seconds: float
@@ -31,9 +31,9 @@ class Soak:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Holds one row of the table: what was tried how often, and how often it came out wrong.
+    """Holds one row of the table: what was tried, how often, and the failures.
 
-    ``outcome``: a sentence on what was seen. ``numbers``: what else was measured, for the JSON.
+    ``outcome``: a sentence on the result. ``numbers``: further measurements, for the JSON.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Experiment:
 def write(
     page: Path, section: str, shows: str, experiments: Sequence[Experiment], seconds: float
 ) -> None:
-    """Put the figures of a section beside those of the others, and write the page anew."""
+    """Update the results of a section, and rewrite the page."""
     record = page.with_suffix(".json")
     known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     known[section] = {

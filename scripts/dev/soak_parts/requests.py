@@ -37,7 +37,7 @@ PIECES = [
 
 
 def deep(draw: random.Random) -> tuple[bytes, str]:
-    """Many values, keys, or brackets inside each other."""
+    """Return many values, keys, or nested brackets."""
     count = draw.choice([10, 100, 1000, 20_000, 700_000])
     piece = draw.choice(['{"a":', "[", "{},", '"a":1,', "1,", '["a",', '{"text":{"a":'])
     body = '{"texts": ["a"], "prompts": [' + piece * count + draw.choice(["", "]}", "1]}"])
@@ -45,7 +45,7 @@ def deep(draw: random.Random) -> tuple[bytes, str]:
 
 
 def paths(draw: random.Random) -> tuple[bytes, str]:
-    """Files in every field."""
+    """Return file paths in every field."""
     path = draw.choice(["/etc/passwd", "/dev/zero", "/proc/self/mem", "file:///etc/passwd", "."])
     fields = draw.choices(["image", "images", "mask", "reference", "source", "where", "x"], k=3)
     value = draw.choice([path, [path], {"png": path}, [{"png": path}], {"path": path}])
@@ -54,7 +54,7 @@ def paths(draw: random.Random) -> tuple[bytes, str]:
 
 
 def head(draw: random.Random) -> bytes:
-    """The head of a request, mutated, with a body that may be shorter or longer than announced."""
+    """Return a mutated request header, with a body that may be shorter or longer than declared."""
     body = json.dumps(good(1)).encode()
     length = draw.choice([len(body), len(body) // 2, len(body) + 5, 0])
     lines = [*HEADS, b"Content-Length: %d" % length]

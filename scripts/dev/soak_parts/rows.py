@@ -1,5 +1,5 @@
-"""Mutates rows, files and pictures of data sets, and reads them with the data sources: the outcome
-is data or sentences, never a traceback or a hang."""
+"""Mutates rows, files and pictures of data sets, and reads them with the data sources: the result
+must be data or messages, never a traceback or a hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scripts.dev.soak_parts.answers import memory, worked
 from scripts.dev.soak_parts.mutations import mutated
 from scripts.dev.soak_parts.page import Experiment, Soak
 
-SLOW = 2.0  # seconds of a processor that no reading may take
+SLOW = 2.0  # CPU seconds that no reading may take
 GROWTH = 64 * 2**20
 BOX = {"bbox": [1, 2, 20, 20], "bbox_2d": [1, 2, 20, 20], "label": "three"}
 TURNS = [
@@ -70,7 +70,7 @@ def run(soak: Soak) -> Iterator[Experiment]:
         counts[came if came in ("read", "refused") else "traceback"] += 1
         if seconds > SLOW or came not in ("read", "refused"):
             problems.append(f"{shape}: {came}, {seconds:.1f} s: {file.read_bytes()[:300]!r}")
-        if counts.total() == 500:  # what is imported and cached at first is no growth
+        if counts.total() == 500:  # first imports and caches do not count as growth
             start = memory()
     grown = memory() - start if start else 0
     outcome = (
@@ -109,7 +109,7 @@ def _written(folder: Path, shape: str, draw: random.Random) -> Path:
 
 
 def _read(file: Path, shape: str, draw: random.Random) -> str:
-    """Read a file with its source; say what came of it."""
+    """Read a file with its source; return the outcome."""
     name, options, *_ = SHAPES[shape]
     broken = {"broken": draw.choice(("error", "skip"))} if name == "vision" else {}
     try:

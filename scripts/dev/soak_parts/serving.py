@@ -1,4 +1,4 @@
-"""Sends hostile requests to a reward server in a process of its own, and watches it."""
+"""Sends hostile requests to a reward server in a separate process, and monitors it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Make = Callable[[random.Random], tuple[bytes, str]]
 
 @dataclass
 class Tally:
-    """Counts what came back."""
+    """Counts responses."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    errors: int = 0  # 5xx, or a server that is gone
+    errors: int = 0  # 5xx, or a dead server
     slow: int = 0
     slowest: float = 0.0
     first: int = 0  # memory after the first requests
@@ -45,7 +45,7 @@ class Tally:
 
     def experiment(self, name: str, server: ServerProcess) -> Experiment:
         """Write the row: every 5xx, slow request and lasting growth has failed."""
-        for _ in range(20):  # what the last ones took is given back meanwhile
+        for _ in range(20):  # memory of the last requests is returned meanwhile
             httpx.post(f"{server.url}/score", json=good(1), timeout=60)
         growth = server.memory("VmRSS") - (self.first or server.memory("VmRSS"))
         healthy = httpx.get(f"{server.url}/health", timeout=60).status_code == 200
@@ -84,7 +84,7 @@ def storm(server: ServerProcess, makes: list[Make], seconds: float, seed: int) -
 
 
 def raw(server: ServerProcess, make: Callable[[random.Random], bytes], **how: Any) -> Tally:
-    """Send bytes that need be no HTTP, over connections of their own, until the time is over."""
+    """Send arbitrary bytes, over separate connections, until the time is over."""
     draw = random.Random(how["seed"])
     host, port = server.url.removeprefix("http://").split(":")
     tally = Tally()

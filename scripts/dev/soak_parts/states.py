@@ -1,8 +1,8 @@
-"""Names sets of stateful parts that a killed run must bring back: averages, curricula, replay,
+"""Defines sets of stateful parts that a killed run must restore: averages, curricula, replay,
 control of entropy and KL, constraints, scheduled and conflicting rewards, alarms.
 
 A set is a function of family and file of prompts that returns changes of the configuration of
-``killing.configuration``. Parts that exclude each other stand in different sets.
+``killing.configuration``. Incompatible parts are in different sets.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def averages(family: str, prompts: Path) -> Changes:
 
 
 def control(family: str, prompts: Path) -> Changes:
-    """Entropy and KL held at a target, a moving reference, categories drawn by a bandit, prompts
-    repeated, weights of rewards on a schedule, fast and slow steps."""
+    """Entropy and KL held at a target, a moving reference, a bandit over categories, repeated
+    prompts, scheduled reward weights, fast and slow steps."""
     entropy = {"entropy": {"target": 1.0, "step": 0.01}} if family in TOKENS else {}
     kl = {"weight": 0.05, "target": 0.01, "refresh": {"every": 3, "decay": 0.5}}
     scheduled = {"of": [REWARD, REWARD], "start": [1, 0], "end": [0, 2], "iterations": 6}
@@ -43,8 +43,8 @@ def control(family: str, prompts: Path) -> Changes:
 
 
 def constraints(family: str, prompts: Path) -> Changes:
-    """Rewards under constraints and on a Pareto front, weighed by their gradients, strata of
-    tasks, prompts drawn again, numbers of samples by a knapsack, alarms."""
+    """Rewards under constraints and on a Pareto front, weighted by their gradients, strata of
+    tasks, resampled prompts, numbers of samples by a knapsack, alarms."""
     fulfilled = {"main": REWARD, "judges": [REWARD], "at_least": [-2.0]}
     return {
         "data": {"knapsack": {"of": _source(prompts), "threshold": 0.3, "most": 8}},

@@ -17,7 +17,7 @@ def in_turn(
     fault: killing.Fault = killing.KILL,
     place: Path | None = None,
 ) -> Experiment:
-    """Meet the fault at each write to the run folder in turn, by lot, while there is time, and
+    """Inject the fault at each write to the run folder, in random order, while there is time, and
     compare each resumed run with an undisturbed one. ``end``: by the monotonic clock."""
     config = killing.configuration(folder, "ToyCausal", 4, log__rollouts=1)
     total = 0
