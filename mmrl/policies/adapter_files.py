@@ -16,7 +16,7 @@ from mmrl.policies.lora import ADAPTER, ADAPTER_FILE
 
 CONFIG = "adapter_config.json"
 ROOT = "base_model.model."  # what peft writes before every name
-# options of peft that change what an adapter computes, and what they are in one of mmrl
+# peft options that change what an adapter computes, and their values in mmrl's
 PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "use_dora": False,
@@ -42,7 +42,7 @@ def read(folder: Path, net: nn.Module, names: Iterable[str]) -> dict[str, Tensor
         names: of its trainable weights.
 
     Raises:
-        UserError: the adapter is another one than the policy's ``lora`` makes.
+        UserError: the adapter does not match the policy's ``lora``.
     """
     options = _options(folder)
     for key, plain in PLAIN.items():
@@ -82,7 +82,7 @@ def _options(folder: Path) -> dict[str, Any]:
 
 
 def _check_scaling(folder: Path, net: nn.Module, rank: int, alpha: float) -> None:
-    """Raise UserError where the policy's adapter has another rank, or its change another scale."""
+    """Raise UserError where the policy's adapter has a different rank or scale."""
     from peft.tuners.lora import LoraLayer
 
     layer = next((module for module in net.modules() if isinstance(module, LoraLayer)), None)

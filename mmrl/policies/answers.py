@@ -1,4 +1,4 @@
-"""Opens pictures and videos that the data name as answers, and says what is wrong with a file."""
+"""Opens images and videos that the data name as answers, and finds errors in their files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def opened(
     prompt: Prompt,
     rate: float = USUAL_RATE,
 ) -> Tensor:
-    """Open a picture [3, H, W] or a video [F, 3, H, W] in 0..1: a file, what PIL or numpy hold, or
-    the tensor itself. Where the medium is not known, numbers are the sample itself.
+    """Open an image [3, H, W] or a video [F, 3, H, W] in 0..1: a file, a PIL image, an array or a
+    tensor. Where the medium is not known, numbers are the sample itself.
 
-    Of a clip these are its first ``frames`` (None: all) by time at ``rate`` a second, so that the
-    same motion is as fast whatever the clip's own rate and length are.
+    Of a clip these are its first ``frames`` (None: all), resampled by time to ``rate`` frames per
+    second, so that motion keeps its speed whatever the clip's own rate and length.
     """
     if isinstance(value, Tensor):
         return value
@@ -42,7 +42,7 @@ def opened(
 
 
 def clips_are_read(frames: int | None, rate: float) -> str:
-    """Say how clips of the data are read."""
+    """Describe how clips of the data are read."""
     part = "all" if frames is None else f"the first {frames / rate:.3g} s ({frames} frames)"
     return f"clips are read by time at {rate:g} frames a second, the model's: {part} of each"
 
@@ -50,8 +50,8 @@ def clips_are_read(frames: int | None, rate: float) -> str:
 def media_problem(
     value: Any, medium: Medium | None, frames: int | None, prompt: Prompt, rate: float
 ) -> str | None:
-    """Say what is wrong with the picture or video of an answer, by the head of its file; a video
-    is ``opened`` as ``frames`` at ``rate`` a second."""
+    """Return the error of an answer's image or video, from the file's header; a video is ``opened``
+    as ``frames`` at ``rate`` per second."""
     if medium == "video" and isinstance(value, (list, np.ndarray)):
         fps = prompt.get("fps")
         return _length_problem(len(value) / fps, frames, rate) if fps else NO_RATE
@@ -75,7 +75,7 @@ def _clip_problem(path: Path, frames: int | None, rate: float) -> str | None:
         _, seconds = header_of(path)
         if seconds is None or _length_problem(seconds, frames, rate) is None:
             return None
-        # headers of uneven and fragmented files may promise less than there is
+        # headers of variable-rate and fragmented files may state less than there is
         why = _length_problem(open_clip(path).timeline.length, frames, rate)
     except ClipError as error:
         return f"{path} is no video that can be read: {error}"

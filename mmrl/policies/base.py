@@ -1,5 +1,4 @@
-"""Defines the contract of policies: everything that the rest of the library uses of a generative
-model."""
+"""Defines the contract of policies: all that the rest of the library uses of a generative model."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ Precision = Literal["float32", "bfloat16", "float16", "float64"]
 
 @dataclass(frozen=True)
 class MediaFormat:
-    """Describes the pictures or videos that a policy makes."""
+    """Describes the images or videos that a policy makes."""
 
     size: tuple[int, int] | None = None  # [height, width], pixels
     frames: int | None = None  # of a video
-    fps: float = USUAL_RATE  # by which videos are written and clips are read
+    fps: float = USUAL_RATE  # for writing videos and reading clips
 
 
 @dataclass
@@ -58,11 +57,10 @@ class Report:
 
 
 class Policy(ABC):
-    """Puts a generative model behind one contract: everything that the rest of the library uses of
-    it.
+    """The contract of a generative model: everything that the rest of the library uses of it.
 
     The model is one trained network. ``net`` is the plain module: rollouts and frozen passes use
-    it. ``trained`` is what the trainer gets back from accelerate (DDP's wrapper, say): passes with
+    it. ``trained`` is the module as prepared by accelerate (wrapped in DDP, say): passes with
     gradients use it. The network stays in eval mode throughout, since dropout would make a score
     differ from the sample it scores.
     """
@@ -84,13 +82,13 @@ class Policy(ABC):
         """Take the network and add adapters to it. lora: rank or Lora; None trains all weights.
         fixed_batch_rows: rows of every forward pass; the trainer sets it to its micro-batch.
         sampling_memory_gib: GiB that a pass of sampling may allocate, which then chooses its own
-        chunks. record_entropy: record the entropy of the distribution that each decision is drawn
-        from, nats, for advantages that look at it."""
-        frozen = [p for p in net.parameters() if not p.requires_grad]  # by who made the network
+        chunks. record_entropy: record the entropy (nats) of the distribution of each decision, for
+        advantages that use it."""
+        frozen = [p for p in net.parameters() if not p.requires_grad]  # frozen by the caller
         net.requires_grad_(lora is None)
         if lora is not None:
             add_lora(net, Lora(lora) if isinstance(lora, int) else lora, self.attention)
-        # a parameter without a gradient stops DDP, and has no optimizer state
+        # a parameter without a gradient makes DDP fail, and has no optimizer state
         for parameter in (*frozen, *self.unused(net)):
             parameter.requires_grad_(False)
         self.net = net.eval()
@@ -108,8 +106,8 @@ class Policy(ABC):
     def rollout(
         self, prompts: list[Prompt], copies: Copies, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
-        """Answer every prompt ``copies`` times, or each as often as the list says, copies adjacent,
-        and record every decision."""
+        """Answer every prompt ``copies`` times (a list: a number per prompt), copies adjacent, and
+        record every decision."""
 
     @abstractmethod
     def path(self, rollout: Rollout) -> Iterable[Point]:
@@ -118,8 +116,8 @@ class Policy(ABC):
     def renoise(
         self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
     ) -> Iterator[Point]:
-        """Draw fresh states of the forward process that end in the finished samples; where there is
-        no such process, as in models that write token by token, those of the path.
+        """Draw fresh states of the forward process that ends in the finished samples; without such
+        a process, as in autoregressive models, those of the path.
 
         ``time`` [B] in (0, 1) is how much is noise (None: uniform); ``shared``: the rows of a group
         share the noise.
@@ -134,13 +132,12 @@ class Policy(ABC):
 
     @abstractmethod
     def decode(self, rollout: Rollout) -> Media:
-        """Turn samples into what rewards look at: B images [B, 3, H, W], videos [B, F, 3, H, W]
-        (both in 0..1) or texts."""
+        """Decode samples to the media that rewards score: B images [B, 3, H, W], videos [B, F, 3,
+        H, W] (both in 0..1) or texts."""
 
     @contextmanager
     def untempered(self) -> Iterator[None]:
-        """Score by the model's own distribution: at temperature 1, no token taken away, without
-        guidance."""
+        """Score under the model's own distribution: temperature 1, no truncation, no guidance."""
         yield
 
     @contextmanager
@@ -150,11 +147,11 @@ class Policy(ABC):
         yield
 
     # ----------------------------------------------------------------------------------------------
-    # train: parameters, passes and what they need of memory
+    # train: parameters, passes and their memory
 
-    # rows of one prompt share work, so they should share optimizer steps and passes
+    # rows of one prompt share computation, so they should share optimizer steps and passes
     keep_groups_together: bool = False
-    # a pass may leave trained weights out, such as those of a second expert
+    # a pass may skip trained weights, such as those of a second expert
     find_unused_parameters: bool = False
 
     def active(self) -> nn.Module:
@@ -168,8 +165,8 @@ class Policy(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Give the type of latents and log-probs: at least float32, whatever the network computes
-        in."""
+        """Return the dtype of latents and log-probs: at least float32, whatever the network's
+        dtype."""
         return torch.promote_types(next(self.net.parameters()).dtype, torch.float32)
 
     def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
@@ -181,31 +178,31 @@ class Policy(ABC):
             raise ValueError(f"{type(self.net).__name__} offers no gradient checkpointing")
 
     # ----------------------------------------------------------------------------------------------
-    # data: prompts, what is known of them, and lengths
+    # data: prompts, their metadata, and lengths
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
         """Select the prompts of a dataset that this policy can take; a policy with limits reports
-        what it left out."""
+        those it dropped."""
         return prompts
 
     def prepare(self, prompts: list[Prompt]) -> None:
-        """Take the prompts of the run once, on the device: a family may encode them and free its
+        """Receive the prompts of the run once, on the device: a family may encode them and free its
         encoders."""
         return None
 
     # ----------------------------------------------------------------------------------------------
-    # report: what the log says
+    # report: what is logged
 
     @cached_property
     def report(self) -> Report:
-        """Return what the policy reports; it may begin to before its network is loaded."""
+        """Return the policy's report; it may be used before the network is loaded."""
         return Report()
 
 
 @contextmanager
 def unwrapped(policy: Policy) -> Iterator[None]:
-    """Let passes with gradients go through the bare network: what wraps it for many processes
-    would wait for a backward pass to the weights."""
+    """Let passes with gradients use the unwrapped network: its distributed wrapper would wait for a
+    backward pass to the weights."""
     trained = policy.trained
     policy.trained = policy.net
     try:
@@ -217,7 +214,8 @@ def unwrapped(policy: Policy) -> Iterator[None]:
 def rows_and_groups(
     prompts: list[Prompt], copies: Copies, rng: Rng, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Name the rows [B] that answer prompts, copies adjacent, and number the prompt of each [B]."""
+    """Return the ids of rows [B] that answer prompts, copies adjacent, and the prompt index of each
+    [B]."""
     row = rng.rows(len(prompts), copies).to(device)
     if isinstance(copies, int):
         return row, torch.arange(len(prompts), device=device).repeat_interleave(copies)
@@ -231,8 +229,8 @@ def rows_of(cond: Any, group: Tensor) -> Any:
 
 
 def turn_on_checkpointing(net: Any) -> bool:
-    """Turn on gradient checkpointing by the method that a network has: of diffusers' models and
-    ours, of transformers' from 5.23 on, of older ones; False: it has none."""
+    """Turn on gradient checkpointing by whichever method the network has: that of diffusers' and
+    mmrl's models, of transformers from 5.23 on, or of older transformers; False: it has none."""
     for name in (
         "enable_gradient_checkpointing",
         "activation_checkpointing_enable",

@@ -12,27 +12,27 @@ NOISELESS = (  # of an objective, and of a policy whose sampler draws no noise
     "objective of finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
 )
 Medium = Literal["image", "video", "text"]
-# "mixed": tokens and steps of a picture in one sample
+# "mixed": tokens and denoising steps of an image in one sample
 Decisions = Literal["gaussian", "categorical", "mixed"]
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """States what a family of policies can do; the configuration is checked against it."""
+    """What a family of policies can do; the configuration is checked against it."""
 
-    # what a decision is drawn from; objectives that need the one refuse the other
+    # what a decision is drawn from; objectives that need one kind refuse the other
     decisions: Decisions
-    # what ``decode`` returns; None: unknown, then no reward is refused for it
+    # what ``decode`` returns; None: unknown, and no reward is refused
     makes: Medium | None = None
     sound: bool = False  # its videos may have one, ``mmrl.core.media.sound``
     one_pass: bool = True  # one forward pass scores all tokens of an answer
-    # what ``rollout`` heeds of its context: a ground truth may take the place of one of a group,
-    # an answer may begin with what is kept of an earlier one
+    # parts of its context that ``rollout`` supports: a ground truth may replace one answer of a
+    # group, an answer may start with the accepted prefix of an earlier one
     ground_truth: bool = False
     drafts: bool = False
 
 
 def capabilities_of(policy: Any) -> Capabilities | None:
-    """Look up the ``Capabilities`` of a policy (an object or a class); None of a function that
-    makes one, which cannot say."""
+    """Look up the ``Capabilities`` of a policy (an object or a class); None for a factory
+    function."""
     return cast(Capabilities | None, getattr(policy, "capabilities", None))

@@ -8,8 +8,8 @@ from mmrl.core.errors import UserError
 
 
 def check_backend(backend: str) -> None:
-    """Raise UserError where torch has no such backend; named are those that are for users, though
-    the others, which look for faults, may be chosen too."""
+    """Raise UserError where torch has no such backend; it lists those for users, though debugging
+    backends may be chosen too."""
     if backend not in torch._dynamo.list_backends(exclude_tags=()):
         raise UserError(
             f"policy option compile: no backend {backend!r}; there are "

@@ -1,7 +1,7 @@
-"""What only some policies can do, a class for each, from which those that can derive.
+"""Optional capabilities of policies: one class each, which policies that have it derive from.
 
-Whoever needs one asks ``isinstance(policy, Replays)``, or ``Replays.kept_by(policy)`` where it may
-be a class, or takes ``Replays.of(policy)``, which refuses all others in a sentence.
+Callers test ``isinstance(policy, Replays)``, or ``Replays.kept_by(policy)`` where it may be a
+class, or use ``Replays.of(policy)``, which raises UserError for all others.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
 
 
 class Contract:
-    """Is something that only some policies can do."""
+    """An optional capability of policies."""
 
-    lack: ClassVar[str]  # what is said of a policy without it, behind the policy's name
+    lack: ClassVar[str]  # the error for a policy without it, after the policy's name
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
-        """Return the policy, which keeps this contract. Raises UserError if it does not."""
+        """Return the policy if it keeps this contract. Raises UserError if it does not."""
         if isinstance(policy, cls):
             return policy
         raise UserError(f"{type(policy).__name__} {cls.lack}")
@@ -70,7 +70,7 @@ class Contract:
 
 
 class Replays(Policy, Contract):
-    """Is shown its answers of earlier iterations again."""
+    """Supports experience replay: answers of earlier iterations are used again."""
 
     lack = "cannot be shown old answers again"
 
@@ -83,45 +83,46 @@ class Replays(Policy, Contract):
         return self.encode(prompts), prompts
 
     def prompt_states(self, prompts: list[Prompt]) -> Tensor:
-        """Return a state [P, H] of every prompt, under the current weights: what its encoder makes
-        of it, the mean over places, each prompt by itself."""
+        """Return a state [P, H] of every prompt, under the current weights: its encoding averaged
+        over positions, each prompt by itself."""
         from mmrl.policies.prompt_states import pooled
 
         return torch.cat([pooled(self.recall([prompt])[0]) for prompt in prompts])
 
 
 class ReadsPrompts(Replays):
-    """Reads prompts by its own trained network, so that ``prompt_states`` has a gradient."""
+    """Encodes prompts by its own trained network, so that ``prompt_states`` has a gradient."""
 
     @abstractmethod
     def prompt_states(self, prompts: list[Prompt]) -> Tensor: ...
 
 
 class Demonstrates(Policy, Contract):
-    """Takes answers that somebody else wrote."""
+    """Takes external answers, such as demonstrations."""
 
     lack = "takes no answers of others"
-    _clips_said: bool = False  # how clips of the data are read
+    _clips_said: bool = False  # it was logged how clips are read
 
     @abstractmethod
     def demonstrate(
         self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
     ) -> Rollout:
-        """Make a rollout of answers, one to each prompt.
+        """Make a rollout of answers, one per prompt.
 
-        An answer is what ``decode`` returns of one row, a picture of any size; None, or one that
+        An answer is what ``decode`` returns for one row, an image of any size; None, or one that
         does not fit, gives a row without decisions that is not trained on. Log-probs are those of
         the current weights; not ``score``: they are 0, and no pass is made. Where decisions are
-        unknown, as those of the path to a picture, the mask holds none and the row is trainable.
+        unknown, such as the denoising path of an image, the mask is empty and the row is trainable.
         """
 
     def medium_of(self, prompt: Prompt) -> Medium | None:
-        """Say what an answer to the prompt is; None: what ``decode`` returns is not known."""
+        """Return the medium of an answer to the prompt; None: what ``decode`` returns is not
+        known."""
         return self.capabilities.makes
 
     def open_answer(self, prompt: Prompt, value: Any) -> Tensor:
-        """Open the picture or video, mostly a file, that answers a prompt, for ``demonstrate``. The
-        first clip says once how clips are read."""
+        """Open the image or video (usually a file) that answers a prompt, for ``demonstrate``. The
+        first clip logs how clips are read."""
         from mmrl.policies.answers import clips_are_read, opened
 
         medium = self.medium_of(prompt)
@@ -131,7 +132,7 @@ class Demonstrates(Policy, Contract):
         return opened(value, medium, self.media.frames, prompt, self.media.fps)
 
     def unreadable(self, prompt: Prompt, value: Any) -> str | None:
-        """Say why that picture or video cannot be opened, by the head of its file; None: it can."""
+        """Return why that image or video cannot be opened, from the file's header; None: it can."""
         from mmrl.policies.answers import media_problem
 
         medium = self.medium_of(prompt)
@@ -139,16 +140,16 @@ class Demonstrates(Policy, Contract):
 
 
 class EncodesMedia(Demonstrates):
-    """Takes pictures or videos of others, which it encodes."""
+    """Encodes external images or videos."""
 
     @abstractmethod
     def encode_media(self, media: Tensor) -> Tensor:
-        """Encode pictures [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of the sizes that
-        ``decode`` returns, to samples [B, *]: its inverse, as far as there is one."""
+        """Encode images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, of the sizes that
+        ``decode`` returns, to samples [B, *]: the inverse, as far as one exists."""
 
 
 class WritesText(Policy, Contract):
-    """Writes texts, of which a part can be read by itself."""
+    """Writes texts whose prefixes can be decoded."""
 
     lack = "writes no text"
 
@@ -158,7 +159,7 @@ class WritesText(Policy, Contract):
 
 
 class LimitsLength(Policy, Contract):
-    """Writes answers whose length can be limited, and which can go on where they were cut off."""
+    """Writes answers of limited length, which can be continued where they were cut off."""
 
     lack = "writes no answers whose length could change"
 
@@ -168,27 +169,27 @@ class LimitsLength(Policy, Contract):
 
     @abstractmethod
     def set_max_new_tokens(self, tokens: int) -> None:
-        """Limit answers to so many new tokens from now on."""
+        """Limit answers to that many new tokens from now on."""
 
     def cannot_go_on(self) -> str:
-        """Say why an answer that was cut off could not go on; empty: it could."""
+        """Say why a truncated answer cannot be continued; empty: it can."""
         return ""
 
 
 class Remasks(Policy, Contract):
-    """Hides any tokens of a finished sample again, as masked diffusion does."""
+    """Masks any tokens of a finished sample again, as masked diffusion does."""
 
     lack = "hides no tokens"
 
-    rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last
+    rates: Tensor  # [T + 1] share of masked tokens before each pass and after the last
 
     @abstractmethod
     def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
-        """Hide the tokens ``hide`` [B, L] again and score those at ``score`` [B, L] (None: the
-        hidden ones)."""
+        """Mask the tokens ``hide`` [B, L] again and score those at ``score`` [B, L] (None: the
+        masked ones)."""
 
     def corrupted(self, cond: Any, share: float, rng: Rng) -> Any:
-        """Hide a random share of every prompt's tokens in the conditions, where the network reads
+        """Mask a random share of every prompt's tokens in the conditions, where the network reads
         tokens."""
         return cond
 
@@ -201,7 +202,7 @@ class FollowsProcess(Policy, Contract):
 
     @abstractmethod
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
-        """Draw once more the noise of step ``step`` of rows [B]."""
+        """Draw again the noise of step ``step`` of rows [B]."""
 
     @property
     @abstractmethod
@@ -210,7 +211,7 @@ class FollowsProcess(Policy, Contract):
 
 
 class Branches(Policy, Contract):
-    """Draws samples that may share their beginnings."""
+    """Draws samples that may share prefixes."""
 
     lack = "draws single samples"
     tree: Any = None  # how they branch; None: they are single
@@ -224,7 +225,7 @@ class MeasuresPasses(Policy, Contract):
     @abstractmethod
     def trial(self, prompts: list[Prompt], copies: Copies, reads: Reads) -> Trial:
         """Offer passes whose speed can be measured. ``copies``: of each prompt of an iteration;
-        ``reads``: what the objective looks at."""
+        ``reads``: what the objective reads."""
 
 
 class SplitsSequences(Policy, Contract):
@@ -239,7 +240,7 @@ class SplitsSequences(Policy, Contract):
 
 
 class KeepsWhole(Policy, Contract):
-    """Has modules that every process keeps whole where the weights are sharded."""
+    """Has modules that stay unsharded on every process where the weights are sharded."""
 
     lack = "has no modules to keep whole"
 
@@ -251,14 +252,14 @@ class KeepsWhole(Policy, Contract):
 
 
 class FillsIdleRows(Policy, Contract):
-    """Has decisions of several kinds, of which a row may lack one."""
+    """Has decisions of several kinds; a row may lack some of them."""
 
     lack = "has decisions of one kind"
 
     @abstractmethod
     def idle_row(self, row: Rollout) -> Rollout:
-        """Prepare a sampled row [1] to be passed through the network by a process without rows of
-        its own: with a decision of every kind."""
+        """Prepare a sampled row [1], with a decision of every kind, for a process that has no rows
+        but must make a pass."""
 
 
 class Guided(Policy, Contract):
@@ -300,7 +301,7 @@ class Exports(Policy, Contract):
     # the classes in diffusers and in transformers that load what ``export`` writes; "": none
     pipeline: str = ""
     auto_class: str = ""
-    place: str = ""  # the folder of the model it began from, where it is one of diffusers
+    place: str = ""  # folder of the base model, if in diffusers' format
 
     @abstractmethod
     def export(self, folder: Path) -> None:
@@ -308,24 +309,23 @@ class Exports(Policy, Contract):
 
 
 class VariesSize(Policy, Contract):
-    """Makes pictures of the size that a prompt asks for."""
+    """Makes images of the size that a prompt asks for."""
 
     lack = "makes pictures of one size"
 
     @abstractmethod
     def size_of(self, prompt: Prompt) -> tuple[int, int]:
-        """Return the size of the pictures for a prompt, [height, width]; the prompts of a rollout
-        have one."""
+        """Return the image size for a prompt, [height, width]; all prompts of a rollout share
+        it."""
 
 
 def size_of(policy: Policy, prompt: Prompt) -> tuple[int, int] | None:
-    """Return the size of the pictures for a prompt, [height, width]; None: it makes no pictures, or
-    does not know theirs."""
+    """Return the image size for a prompt, [height, width]; None: no images, or unknown."""
     return policy.size_of(prompt) if isinstance(policy, VariesSize) else policy.media.size
 
 
 class GroupsParameters(Policy, Contract):
-    """Trains parts of its network at learning rates of their own."""
+    """Trains parts of its network at separate learning rates."""
 
     lack = "trains all parameters at one learning rate"
 
@@ -335,17 +335,17 @@ class GroupsParameters(Policy, Contract):
 
 
 class Stateful(Policy, Contract):
-    """Learns something besides its weights."""
+    """Has learned state besides its weights."""
 
     lack = "learns nothing besides its weights"
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learnt, plain data fit for JSON."""
+        """Return the learned state, plain data fit for JSON."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Restore what ``state_dict`` returned."""
 
 
 class Compiles(Policy, Contract):
@@ -356,42 +356,42 @@ class Compiles(Policy, Contract):
 
 
 class WarpsLogits(Policy, Contract):
-    """Draws tokens from logits that are warped: by a temperature, or cut off."""
+    """Draws tokens from warped logits: temperature, top-k, top-p."""
 
     lack = "draws no tokens"
     warp: Warp | None = None
 
 
 class ScoresItself(Policy, Contract):
-    """May judge its own answers, by the log-prob of a token behind them."""
+    """May judge its own answers, by the log-prob of a token after them."""
 
     lack = "judges no answers"
-    self_score_id: int | None = None  # the token; None: it does not judge
+    self_score_id: int | None = None  # the token; None: no self-judgement
 
 
 class EvaluatesGreedily(Policy, Contract):
-    """Takes the likeliest answer in evaluation."""
+    """Decodes greedily in evaluation."""
 
     lack = "samples in evaluation"
 
     @abstractmethod
     def sample_in_evaluation(self) -> None:
-        """Sample in evaluation too: the best of several is chosen among different ones."""
+        """Sample in evaluation too, so that best-of-n has different answers to choose from."""
 
 
 class Measures(Policy, Contract):
-    """Has curves of its own."""
+    """Reports its own metrics."""
 
     lack = "has no curves of its own"
 
     @abstractmethod
     def measures(self) -> dict[str, float]:
-        """Report the curves of this process since the last call: before and after every
+        """Report the metrics of this process since the last call: before and after every
         iteration."""
 
 
 class NamesSpaces(Policy, Contract):
-    """Says in which space its samples lie, which a teacher has to share."""
+    """Describes its sample space, which a teacher has to share."""
 
     lack = "names no space of its samples"
 

@@ -1,4 +1,4 @@
-"""Brings answers that somebody made to the form in which a policy would have sampled them."""
+"""Converts external images and videos to the form in which a policy would have sampled them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmrl.policies.contracts import EncodesMedia
 
 
 def framed(picture: Tensor, size: tuple[int, int] | None) -> Tensor:
-    """Cut a picture [..., 3, H, W] in 0..1 at its middle to the proportions of ``size`` and scale
-    it to that; None leaves it alone."""
+    """Center-crop an image [..., 3, H, W] in 0..1 to the aspect ratio of ``size`` and resize it;
+    None leaves it alone."""
     if size is None or tuple(picture.shape[-2:]) == tuple(size):
         return picture
     (top, left), cut, _ = middle_of(picture, size)
@@ -28,8 +28,8 @@ def framed(picture: Tensor, size: tuple[int, int] | None) -> Tensor:
 def middle_of(
     picture: Tensor, size: tuple[int, int]
 ) -> tuple[tuple[int, int], tuple[int, int], float]:
-    """Return what ``framed`` cuts out of a picture [..., H, W]: corner (top, left) and (height,
-    width), and by how much that is enlarged."""
+    """Return the crop of ``framed`` in an image [..., H, W]: corner (top, left) and (height,
+    width), and its scale factor."""
     sides = picture.shape[-2:]
     scale = max(want / side for side, want in zip(sides, size, strict=True))
     height, width = (min(s, round(want / scale)) for s, want in zip(sides, size, strict=True))
@@ -37,7 +37,7 @@ def middle_of(
 
 
 def timed(video: Tensor, frames: int | None) -> Tensor:
-    """Take ``frames`` frames of a video [F, 3, H, W], evenly spread, a short one's more than once;
+    """Take ``frames`` evenly spaced frames of a video [F, 3, H, W], repeating those of a short one;
     None takes all."""
     if frames is None or len(video) == frames:
         return video
@@ -46,10 +46,10 @@ def timed(video: Tensor, frames: int | None) -> Tensor:
 
 @torch.no_grad()
 def encoded(policy: EncodesMedia, answers: Sequence[Any]) -> tuple[Tensor | None, Tensor]:
-    """Encode pictures or videos, each by itself so that it does not depend on the others.
+    """Encode images or videos one by one, so that none depends on the others.
 
-    Returns the samples [n, *] of those that are there (None if there are none) and which of the
-    rows they are [B] bool.
+    Returns the samples [n, *] of those that exist (None if there are none) and the mask of their
+    rows, [B] bool.
     """
     present = torch.tensor([answer is not None for answer in answers], device=policy.device)
     samples = []
@@ -63,7 +63,7 @@ def encoded(policy: EncodesMedia, answers: Sequence[Any]) -> tuple[Tensor | None
 
 
 def placed_rows(samples: Tensor | None, present: Tensor, blank: Tensor) -> Tensor:
-    """Spread samples [n, *] over the rows [B] that have one; the others are ``blank`` [B, *]."""
+    """Scatter samples [n, *] to the rows [B] that have one; the others are ``blank`` [B, *]."""
     if samples is None:
         return blank
     rows = blank.clone()

@@ -1,4 +1,4 @@
-"""Verifies earlier answers under the weights of now and keeps the beginnings that pass: speculative
+"""Verifies earlier answers under the current weights and keeps the accepted prefixes: speculative
 rollouts (SPEC-RL)."""
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SHARDED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Forced(Fields):
-    """Holds the beginnings that rows keep."""
+    """Holds the accepted prefix of each row."""
 
     ids: Tensor  # [B, T] long, FREE from the first token that is to be drawn
-    logprob: Tensor  # [B, T] of the kept tokens under the weights of now, 0 elsewhere
+    logprob: Tensor  # [B, T] of the kept tokens under the current weights, 0 elsewhere
 
     def length(self) -> Tensor:
         """Return how many tokens every row keeps, [B] long."""
@@ -73,7 +73,7 @@ def verified(policy: Any, rows: Rollout, drafts: Drafts, rng: Rng, size: int) ->
 
 
 def resized(drafts: Drafts, length: int) -> Drafts:
-    """Cut or pad drafts to so many tokens."""
+    """Cut or pad drafts to that many tokens."""
     if drafts.ids.shape[1] >= length:
         return drafts.map(lambda x: x[:, :length] if x.ndim > 1 else x)
 
@@ -86,7 +86,7 @@ def resized(drafts: Drafts, length: int) -> Drafts:
 
 @torch.no_grad()
 def all_logprobs(policy: Any, rollout: Rollout, size: int) -> Tensor:
-    """Return the log-probs [B, T, V] of all tokens at every place under the weights in force, in
+    """Return the log-probs [B, T, V] of all tokens at every place under the current weights, in
     passes of ``size`` rows; 0 where there is no decision."""
     parts = []
     for part in chunks(len(rollout), size):
@@ -126,8 +126,9 @@ def accepted(
     rng: Rng,
     all_tokens: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Forced, Tensor]:
-    """Keep what passes of drafts whose tokens have the log-probs ``logp`` [B, T] now, and count its
-    tokens, [B]. ``all_tokens`` returns the log-probs [n, V] of all tokens of rows at places."""
+    """Accept prefixes of drafts whose tokens have the log-probs ``logp`` [B, T] now, and return
+    their lengths [B]. ``all_tokens`` returns the log-probs [n, V] of all tokens of rows at
+    places."""
     length = drafts.ids.shape[1]
     u = rng.fold("verify").uniform(names, (length,)).to(logp)
     gap = logp - drafts.logprob.to(logp) + drafts.lenience.to(logp).log()[:, None]

@@ -1,4 +1,4 @@
-"""Classifier-free guidance: which distribution log-probs are of, and its scale for a while."""
+"""Classifier-free guidance: the scored distribution, and temporary changes of the scale."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def without_empty(cond: dict[str, Any]) -> dict[str, Any]:
 
 
 class Overriding(float):
-    """A guidance scale that holds also for rows that have one of their own."""
+    """A guidance scale that also overrides those of rows."""
 
 
 @contextmanager
 def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
-    """Set another classifier-free guidance scale within the block, also for rows that have one of
-    their own; None: the policy's own."""
+    """Set another classifier-free guidance scale within the block, overriding those of rows; None:
+    the policy's own."""
     before = policy.guidance_scale
     if guidance is not None:
         policy.guidance_scale = Overriding(guidance)

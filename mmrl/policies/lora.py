@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 
-ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
+ALL_LINEAR = "all-linear"  # in peft, every linear layer but the head
 ADAPTER = "default"  # peft's name of the adapter
 ADAPTER_FILE = "adapter_model.safetensors"
-# Attention projections of diffusers' transformers; a family may offer its own list.
-# where it is installed peft and diffusers load it, and it complains of a kernel that nobody needs
+# Attention projections of diffusers' transformers; a family may offer its own list. where it is
+# installed, peft and diffusers import it, and it warns of a kernel that is not needed
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 ATTENTION = (
     "attn.to_q",
@@ -75,8 +75,7 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
 def inject(net: Any, config: Any) -> None:
     """Add an adapter, and record it where diffusers and transformers look for it.
 
-    Models of transformers are given it by peft itself: transformers 5.24 refuses a peft older than
-    0.22, and both go together.
+    For transformers models peft itself adds it: transformers 5.24 rejects peft older than 0.22.
     """
     from peft import inject_adapter_in_model
     from transformers.integrations.peft import PeftAdapterMixin
@@ -91,7 +90,7 @@ def inject(net: Any, config: Any) -> None:
 
 
 def keep_input_dtype(net: nn.Module) -> None:
-    """Let adapters take their inputs in the type they come in, for passes under autocast.
+    """Stop adapters from casting their inputs, for passes under autocast.
 
     peft casts them to the adapters' float32, and autocast casts them back: the same numbers, at a
     third of all kernel launches of a token.
@@ -103,7 +102,7 @@ def keep_input_dtype(net: nn.Module) -> None:
 
 @contextmanager
 def casting_inputs(net: nn.Module) -> Iterator[None]:
-    """Let adapters cast their inputs within the block, as passes outside autocast need."""
+    """Make adapters cast their inputs within the block, as passes outside autocast need."""
     layers = [vars(x) for x in net.modules() if vars(x).get("cast_input_dtype_enabled") is False]
     for layer in layers:
         layer["cast_input_dtype_enabled"] = True
@@ -127,8 +126,8 @@ def save_adapter(net: Any, folder: Path) -> None:
 
 
 def save_model(net: Any, folder: Path) -> None:
-    """Save a model by its own ``save_pretrained``; of a model of transformers with an adapter, the
-    adapter alone."""
+    """Save a model by its own ``save_pretrained``; for a transformers model with an adapter, only
+    the adapter."""
     from transformers.integrations.peft import PeftAdapterMixin
 
     if isinstance(net, PeftAdapterMixin) and getattr(net, "peft_config", None):
@@ -143,8 +142,8 @@ def save_model(net: Any, folder: Path) -> None:
 
 @torch.no_grad()
 def merged(net: nn.Module, adapters: bool = True) -> dict[str, Tensor]:
-    """Merge the adapters into the weights, under the names of a model without adapters, or leave
-    them out. UserError where a layer with an adapter shares its weight with another layer, which
+    """Return the weights with adapters merged or left out, under the names of a model without
+    adapters. UserError where a layer with an adapter shares its weight with another layer, which
     the merged weight would change too."""
     state = {name: value for name, value in net.state_dict().items() if "lora_" not in name}
     for name, module in net.named_modules() if adapters else ():
@@ -175,8 +174,8 @@ def check_alone(net: nn.Module, layer: str) -> None:
 
 
 def ending_like(names: Sequence[str], ends: Sequence[str] | str | None, part: str) -> list[str]:
-    """Pick the linear layers ``names`` of a part that end like one of ``ends`` (None: all), as
-    peft does ``all-linear`` (all but the head) or a regular expression of the whole name. UserError
+    """Select the linear layers ``names`` of a part that end in one of ``ends`` (None: all), as peft
+    does for ``all-linear`` (all but the head) or a regular expression of the whole name. UserError
     where there is none."""
     if ends == ALL_LINEAR:
         matches = [name for name in names if name.rpartition(".")[2] != "lm_head"]

@@ -1,5 +1,5 @@
-"""How many rows a pass through a policy's network has: as configured, measured, or as fit the
-memory of the device."""
+"""The rows of a pass through a policy's network: as configured, measured, or as fit the device's
+memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from samplers.batching import Attempt
 class PassSizes:
     """Holds the sizes of a policy's passes.
 
-    rows: of every pass, so that log-probs repeat (docs/architecture.md); None: as many as there
-    are. memory_gib: GiB that a pass of sampling may allocate, which then has as many rows as fit.
-    warnings: where it is said that passes became smaller.
+    rows: of every pass, so that log-probs are reproducible (docs/architecture.md); None: as many as
+    there are. memory_gib: GiB that a sampling pass may allocate; it then has as many rows as fit.
+    warnings: collects notes that passes became smaller.
     """
 
     max_micro_batch: int | None = None  # rows that fitted the memory, or were fastest; None: any
-    multiple: int = 1  # that sampling passes are of: rows that share work are sampled together
+    multiple: int = 1  # of rows in sampling passes: rows that share work are sampled together
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PassSizes:
 
     def _measured(self, rows: int, forward: Callable[[int], Any]) -> int:
         assert self.memory_gib is not None
-        most = distributed.largest(rows, self.device)  # all make the same passes to measure
+        most = distributed.largest(rows, self.device)  # all measure with the same passes
         budget = int(self.memory_gib * 2**30)
         try:
             fitting = batching.rows_that_fit(forward, budget, most, self.device)
@@ -68,27 +68,27 @@ class PassSizes:
             raise UserError(
                 f"policy option sampling_memory_gib = {self.memory_gib:g} GiB: {error}"
             ) from error
-        # one number of passes on all processes
+        # the same number of passes on all processes
         return -int(distributed.all_max(torch.tensor(-fitting)))
 
     def chunks(self, rows: int, size: int) -> Iterator[tuple[slice, bool]]:
-        """Cut rows into chunks of at most ``size``, for passes of the network, and tell which
-        count: where processes share its weights, one with fewer chunks passes its first row again
-        for nothing. A collective call there."""
+        """Split rows into chunks of at most ``size``, for network passes, and tell which count:
+        where weights are sharded, a process with fewer chunks makes dummy passes of its first row.
+        A collective call there."""
         return in_step(batching.chunks(rows, size), slice(0, 1), self.device, sharded(self.net))
 
     def attempts(self, size: int, least: int = 1) -> Iterator[Attempt]:
-        """Yield attempts at work in passes of at most ``size`` rows; after an out-of-memory error,
-        with half as many. From then on no pass is larger, and all are filled up to that width,
-        which keeps log-probs equal. UserError where even ``least`` rows do not fit."""
-        # several processes would no longer make equally many passes
+        """Yield attempts with passes of at most ``size`` rows; after an out-of-memory error, with
+        half as many. From then on no pass is larger, and all are padded to that width, which keeps
+        log-probs equal. UserError where even ``least`` rows do not fit."""
+        # processes would no longer make the same number of passes
         alone = distributed.process()[1] == 1
         width = self.rows
         rows = size
         try:
             for attempt in batching.attempts(size, least if alone else size):
                 rows = attempt.rows
-                # or passes would be filled up to what did not fit
+                # or passes would be padded to a width that did not fit
                 if rows < size and width:
                     self.rows = min(width, rows)
                 yield attempt
@@ -107,9 +107,10 @@ class PassSizes:
             )
 
     def fix(self, rows: int) -> None:
-        """Give every pass at most ``rows`` rows from now on, and fill all up to that width."""
+        """Limit every pass to ``rows`` rows from now on, and pad all to that width."""
         self.rows = self.max_micro_batch = rows
 
     def width(self) -> int:
-        """Return the number of rows every pass is filled up to; 0, none, with a memory budget."""
+        """Return the number of rows to which every pass is padded; 0 (none) with a memory
+        budget."""
         return 0 if self.memory_gib is not None else self.rows or 0

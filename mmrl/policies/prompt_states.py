@@ -1,4 +1,4 @@
-"""Turns what a policy sees of a prompt into a vector, for value models and likeness of prompts."""
+"""Turns a prompt's condition into a vector, for value models and prompt similarity."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ BUCKETS = 1024  # of ids, such as classes or tokens
 
 
 def pooled(cond: Any) -> Tensor:
-    """Return one vector [1, H] of the condition of one prompt, a nest of tensors [1, *]: of numbers
-    the mean over places, of ids how often each occurs (hashed). The empty prompt's is left out."""
+    """Return one vector [1, H] of the condition of one prompt, a nest of tensors [1, *]: for floats
+    the mean over positions, for ids their frequencies (hashed). The empty prompt's condition is
+    left out."""
     parts = [
         ids_counted(leaf) if not leaf.is_floating_point() else over_places(leaf)
         for leaf in leaves(cond)
@@ -29,7 +30,7 @@ def pooled(cond: Any) -> Tensor:
 
 
 def leaves(cond: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a condition, masks left out, in an order that is always the same."""
+    """Yield the tensors of a condition, except masks, in a fixed order."""
     if isinstance(cond, Tensor):
         if cond.dtype != torch.bool:
             yield cond
@@ -43,7 +44,7 @@ def leaves(cond: Any) -> Iterator[Tensor]:
 
 
 def over_places(leaf: Tensor) -> Tensor:
-    """Take the mean [1, H] over all places between the first and the last dimension."""
+    """Take the mean [1, H] over all dimensions between the first and the last."""
     flat = leaf.float().reshape(1, -1, leaf.shape[-1] if leaf.ndim > 1 else 1)
     return flat.mean(1)
 

@@ -1,9 +1,9 @@
 """Keeps the frozen weights of a network in 4 or 8 bits under adapters, as QLoRA does (Dettmers et
 al. 2023), so that large models train on one card of 24 GB.
 
-bitsandbytes quantises, by blocks of weights, and restores them for every pass. The matrix product
+bitsandbytes quantises the weights by blocks and dequantises them for every pass. The matrix product
 itself is torch's, in the type of the activations, whatever the number of rows: sampling and
-training compute the same, so the first ratio stays 1. Backward restores the weights once more;
+training compute the same, so the first ratio stays 1. Backward dequantises the weights again;
 nothing of full size is kept between the passes.
 """
 
@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from mmrl.core.errors import UserError
 
 Quantization = Literal["nf4", "fp4", "8bit"]
-BLOCK = {"nf4": 64, "fp4": 64, "8bit": 256}  # weights that share a scale
-IN_BLOCKS = re.compile(r"\.\d+\.")  # layers of the repeated blocks; the few others stay as they are
+BLOCK = {"nf4": 64, "fp4": 64, "8bit": 256}  # number of weights that share a scale
+IN_BLOCKS = re.compile(r"\.\d+\.")  # layers of the repeated blocks; others are not quantised
 
 
 class QuantizedLinear(nn.Linear):
     """Computes a frozen linear layer whose weight [out, in] is stored in 4 or 8 bits.
 
-    The numbers and their scales are bytes, which no conversion of the network's type touches;
-    ``state_dict`` has the weight as a plain layer has, restored on the CPU, so that exports and
-    engines need to know nothing.
+    Quantised values and scales are bytes, which no conversion of the network's dtype touches;
+    ``state_dict`` holds the dequantised weight, as of a plain layer, on the CPU, so that exports
+    and engines need no special case.
     """
 
     def __init__(self, linear: nn.Linear, quantization: Quantization):
@@ -47,7 +47,7 @@ class QuantizedLinear(nn.Linear):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def restored(self) -> Tensor:
-        """Return the weight [out, in] in the type it was loaded in."""
+        """Return the weight [out, in] in the dtype it was loaded in."""
         from bitsandbytes import functional
 
         state = functional.QuantState(
@@ -76,7 +76,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Multiplies by a frozen weight that exists only while it is multiplied by."""
+    """Multiplies by a frozen weight that is dequantised only for the product."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -91,9 +91,9 @@ class _Product(torch.autograd.Function):
 
 
 def _computed_in(rows: Tensor) -> torch.dtype:
-    """Return the type that a product of these rows is computed in: autocast's, where it is on.
+    """Return the dtype in which a product of these rows is computed: autocast's, where it is on.
 
-    Autocast would convert the weight once more, from a float32 copy of twice its size.
+    Autocast would convert the weight again, through a float32 copy of twice its size.
     """
     kind = rows.device.type
     if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
@@ -103,7 +103,7 @@ def _computed_in(rows: Tensor) -> torch.dtype:
 
 def check_quantization(quantization: Quantization | None, adapters_only: bool) -> None:
     """Raise UserError, before anything is loaded, where weights cannot be quantised: the package is
-    absent, or they would be trained."""
+    not installed, or they would be trained."""
     check_frozen(quantization, adapters_only)
     if quantization is not None and find_spec("bitsandbytes") is None:
         raise UserError(
@@ -124,7 +124,7 @@ def check_frozen(quantization: Quantization | None, adapters_only: bool) -> None
 def quantize(net: nn.Module, quantization: Quantization | None) -> None:
     """Replace the linear layers of the repeated blocks, in place; None does nothing.
 
-    They are quantised one after the other on the accelerator, where there is one, and come back.
+    They are quantised one after the other on the accelerator, where there is one, then moved back.
     """
     if quantization is None:
         return
@@ -143,7 +143,7 @@ def in_blocks(net: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Holds how many weights ``quantize`` stores in few bits, and those of the largest layer."""
+    """Holds the number of weights that ``quantize`` quantises, and that of the largest layer."""
 
     weights: int = 0
     largest: int = 0
@@ -160,7 +160,7 @@ def blocks_of(net: nn.Module) -> Blocks:
 
 
 def parameters(net: nn.Module) -> int:
-    """Count a network's weights without adapters, those in few bits as what they stand for."""
+    """Count a network's weights without adapters, quantised ones at their unquantised number."""
     stored = {
         id(stand_in): size
         for layer in net.modules()
@@ -175,13 +175,13 @@ def parameters(net: nn.Module) -> int:
 
 
 def bytes_of(weights: int, quantization: Quantization) -> int:
-    """Count the bytes that so many weights of a layer are stored in: numbers and their scales."""
+    """Count the bytes that store ``weights`` weights of a layer: quantised values and scales."""
     numbers = weights if quantization == "8bit" else -(-weights // 2)
     return numbers + 4 * -(-weights // BLOCK[quantization])
 
 
 def is_quantized(net: nn.Module) -> bool:
-    """Tell whether some weights of the network are stored in few bits."""
+    """Tell whether some weights of the network are quantised."""
     return any(isinstance(module, QuantizedLinear) for module in net.modules())
 
 
@@ -204,7 +204,7 @@ _CODES: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def _code(quantization: str, device: torch.device) -> Tensor:
-    """Return the values that the numbers stand for."""
+    """Dequantise: return the weight's values."""
     from bitsandbytes import functional
 
     key = (quantization, device)

@@ -1,4 +1,4 @@
-"""Says what a rollout is for: what the loop and its stages ask of it besides answers to prompts."""
+"""The purpose of a rollout: what the loop and its stages need besides answers to prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.core.types import Copies, Fields, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Drafts(Fields):
-    """Holds earlier answers, one to every row of a rollout, that it may begin with."""
+    """Holds earlier answers, one per row of a rollout, as drafts."""
 
     ids: Tensor  # [B, T] long
     mask: Tensor  # [B, T] bool: tokens of the answer; a row without any has no draft
@@ -27,14 +27,14 @@ class Drafts(Fields):
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """Says what a rollout is for; the default is an ordinary iteration."""
+    """The purpose of a rollout; the default is an ordinary training iteration."""
 
     iteration: int = 0  # of the run: windows of stochastic steps move with it
-    # states of paths that will be read: all, those beside decisions, or the sample alone
+    # states of paths to store: all, those around decisions, or only the sample
     reads: Reads = "path"
-    # writes the ground truth to a prompt, which takes the place of one of its group
+    # writes a prompt's ground truth, which replaces one answer of its group
     ground_truth: Callable[[Prompt], str | None] | None = None
-    # earlier answers to so many samples of each prompt, to begin from; None: nothing is known
+    # drafts for that many samples of each prompt; None: there are none
     drafts: Callable[[Sequence[Prompt], Copies], Drafts | None] | None = None
 
 

@@ -1,4 +1,4 @@
-"""Computes log-probs and entropies over large vocabularies, a chunk of positions at a time."""
+"""Computes log-probs and entropies over large vocabularies, in chunks of positions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scored(NamedTuple):
 
 
 class Scorer(Protocol):
-    """Says what a distribution over tokens needs of the policy that made it."""
+    """Defines what a distribution over tokens needs from its policy."""
 
     warp: Warp
     entropies: bool  # computed in every scoring pass once one was requested
@@ -39,7 +39,7 @@ class Scorer(Protocol):
     def weights(self) -> Weights: ...
 
     def active(self) -> Callable[..., Any]:
-        """Return the net, called with the name of a pass and what it takes."""
+        """Return the net, called with the name of a pass and its arguments."""
 
 
 def score(
@@ -157,8 +157,8 @@ def kl(
     """Compute KL(self || reference) [N], or another divergence, at ``hidden`` [N, H], for the
     reference's log-probs of all tokens [N, V].
 
-    Models of one family and one tokenizer may have tables of unequal length, as large ones are
-    filled up to a round number: both distributions are then those of the tokens that both have.
+    Models with the same tokenizer may have embedding tables of different length, since large ones
+    are padded to a round number: both distributions are then restricted to the shared tokens.
     """
 
     places = place_of(hidden, place)
@@ -171,7 +171,7 @@ def kl(
             q = q[..., :common].log_softmax(-1)
         if by.kind != "reverse":
             return by.of_logprobs(p, q)
-        never = p.isneginf() | q.isneginf()  # the same tokens, those suppressed
+        never = p.isneginf() | q.isneginf()  # the same suppressed tokens in both
         return (p.exp() * (p.masked_fill(never, 0) - q.masked_fill(never, 0))).sum(-1)
 
     parts = _parts(hidden, reference.shape[-1])
@@ -181,22 +181,21 @@ def kl(
 
 
 def _parts(hidden: Tensor, vocab: int) -> list[slice]:
-    """Cut N decisions into chunks whose logits fit; one of none where there are none, as processes
-    that share weights all ask the head."""
+    """Split N decisions into chunks whose logits fit; one empty chunk if N is 0, since with sharded
+    weights all processes call the head."""
     return [*chunks(len(hidden), max(1, BYTES // (4 * vocab)))] or [slice(0, 0)]
 
 
 def place_of(hidden: Tensor, place: Tensor | None) -> Tensor:
-    """Return the places [N] in their answers of decisions at hidden states [N, H]; 0 where none
-    are known, which no warp without a schedule looks at."""
+    """Return the places [N] in their answers of decisions at hidden states [N, H]; 0 where none are
+    known; only warps with a schedule use them."""
     if place is not None:
         return place
     return torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
 
 
 def _again(fn: Callable[..., Any], *arguments: Tensor) -> Any:
-    """Call ``fn(*arguments)`` so that it is computed again in the backward pass rather than
-    kept."""
+    """Call ``fn(*arguments)`` with gradient checkpointing."""
     return (
         checkpoint(fn, *arguments, use_reentrant=False, preserve_rng_state=False)
         if torch.is_grad_enabled()

@@ -1,8 +1,8 @@
-"""Lets a model elsewhere say what it would have done in the policy's states: what is asked, how it
-is answered, and whether the two models go together at all.
+"""Queries a remote teacher for its distributions at the policy's states: the question, the answer,
+and whether both models are compatible.
 
 A question holds a point as plain nests of tensors (``mmrl.core.messages``), with the conditions of
-its own prompts only; the answer holds what a divergence reads of the teacher's distribution.
+its own prompts only; the answer holds what a divergence needs of the teacher's distribution.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from mmrl.policies.contracts import NamesSpaces, Remasks
 STEPS: dict[str, type[SamplerState | MaskPass]] = {
     kind.__name__: kind for kind in (SamplerState, Transition, Renoised, MaskPass, MaskChoice)
 }
-# fields of a point that decide what a distribution is; the others are about the loss
+# fields of a point that determine the distribution; the others concern the loss
 SENT = ("row_id", "state", "target", "mask", "modality", "routes")
 OPTIONAL = ("modality", "routes")
 
 
 class BadQuestion(ValueError):
-    """Says what is wrong with a question."""
+    """An invalid question."""
 
 
 def signature(policy: Policy) -> dict[str, Any]:
-    """Describe, in plain data, what a teacher has to share with the policy."""
+    """Describe in plain data what a teacher and the policy must have in common."""
     can = policy.capabilities
     return {
         "family": type(policy).__name__,
@@ -54,8 +54,8 @@ def signature(policy: Policy) -> dict[str, Any]:
 
 
 def misfits(policy: Policy, teacher: dict[str, Any]) -> Iterator[str]:
-    """Say why a teacher of this signature cannot judge the policy's states, as far as their
-    outsides show."""
+    """Yield why a teacher of this signature cannot score the policy's states, judged by shapes and
+    vocabularies only."""
     student = signature(policy)
     if student["decisions"] != teacher.get("decisions"):
         yield (
@@ -80,7 +80,7 @@ def misfits(policy: Policy, teacher: dict[str, Any]) -> Iterator[str]:
 
 
 def question(point: Point, dist: Sendable, half: bool = False) -> dict[str, Any]:
-    """Describe a point as a nest, for a teacher elsewhere; ``dist`` is the policy's own there.
+    """Describe a point as a nest, for a remote teacher; ``dist`` is the policy's own there.
     ``half``: floats of the answer may be rounded to bfloat16."""
     used, group = point.group.unique(return_inverse=True)
     fields = {name: getattr(point, name) for name in SENT}
@@ -115,8 +115,8 @@ def _of_prompts(cond: Any, used: Tensor) -> Any:
 
 @torch.no_grad()
 def answer(policy: Policy, asked: Any) -> dict[str, Tensor]:
-    """Answer a question, which anyone may have sent. Raises BadQuestion where it is none, and
-    whatever the model raises of values that do not fit it."""
+    """Answer a question from an untrusted sender. Raises BadQuestion where it is invalid, and
+    whatever the model raises for values that do not fit it."""
     point, asks, half = _point(asked, policy.device)
     dist = cast(Sendable, policy.dist(point))
     try:
@@ -129,7 +129,7 @@ def answer(policy: Policy, asked: Any) -> dict[str, Tensor]:
 
 
 def _shortened(shown: dict[str, Tensor], top_k: Any, widths: Any) -> dict[str, Tensor]:
-    """Keep the likeliest tokens, where a question asks for no more."""
+    """Keep only the likeliest tokens, where a question asks for a top-k."""
     numbers = [top_k, *widths.values()] if isinstance(widths, dict) else [None]
     if not all(type(number) is int and number > 0 for number in numbers):
         raise BadQuestion("top_k: expected a number above 0; widths: a number for each name")
@@ -165,7 +165,7 @@ def _point(asked: Any, device: torch.device) -> tuple[Point, list[Any], bool]:
 
 
 def _rows(fields: dict[str, Any], group: Any, step: Any) -> int:
-    """Count the rows of a question. Raises BadQuestion where its tensors are of another number."""
+    """Count the rows of a question. Raises BadQuestion where its tensors disagree."""
     if not set(SENT) - set(OPTIONAL) <= set(fields) <= set(SENT):
         raise BadQuestion(f"fields: expected {', '.join(SENT)}")
     parts = [*fields.values(), group, *({} if step is None else step.row_fields()).values()]

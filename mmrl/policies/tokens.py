@@ -1,7 +1,7 @@
-"""Gives token models what they share: a decision is a categorical draw.
+"""Shared by all token models: a decision is a categorical draw.
 
-The recorded path, guidance of the score, the pass that every process makes, and distributions over
-large vocabularies, which are computed on request.
+The recorded path, guidance of scores, dummy passes of idle processes, and distributions over large
+vocabularies, computed on request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from samplers.warp import EntropyScale, Warp
 
 class TokenPolicy(Replays, WarpsLogits):
     """Trains a policy whose decisions are tokens. One pass scores all tokens of a row, unless a
-    family says otherwise."""
+    family overrides this."""
 
     capabilities = Capabilities("categorical")
     entropies: bool = False  # computed in every scoring pass once one was requested
@@ -53,28 +53,28 @@ class TokenPolicy(Replays, WarpsLogits):
         record_divergence: bool = False,
         **options: Any,
     ):
-        """record_self_certainty: record how sure the model is of every token, for the reward
-        self_certainty and the advantage recorded. record_divergence: record how far the
-        distributions of a group are apart at each place, by one more pass over what was sampled,
-        for the advantage focal."""
+        """record_self_certainty: record the model's confidence in every token, for the reward
+        self_certainty and the advantage recorded. record_divergence: record the divergence of a
+        group's distributions at each position, by one more pass over the samples, for the advantage
+        focal."""
         super().__init__(net, **options)
         self.record_divergence = record_divergence
         options_by_name = {
             "entropy": self.record_entropy,
             "self_certainty": record_self_certainty,
         }
-        # what is recorded of the distribution of every decision
+        # recorded quantities of the distribution of every decision
         self.quantities = tuple(name for name, chosen in options_by_name.items() if chosen)
 
     def with_recorded(self, rollout: Rollout, values: Tensor) -> Rollout:
-        """Add what was recorded of every decision, ``values`` [B, K, R] in the order of
+        """Add the recorded quantities of every decision, ``values`` [B, K, R] in the order of
         ``quantities``."""
         by_name = dict(zip(self.quantities, values.to(rollout.logprob).unbind(-1), strict=True))
         order = rollout.tokens.replace(self_certainty=by_name.get("self_certainty"))
         return rollout.replace(entropy=by_name.get("entropy"), trajectory=order)
 
     def with_unknown(self, rollout: Rollout) -> Rollout:
-        """Add, NaN, what is recorded of decisions while they are drawn: nobody drew these."""
+        """Fill with NaN what is recorded while decisions are drawn: these were not drawn."""
         shape = (*rollout.logprob.shape, len(self.quantities))
         rollout = self.with_recorded(rollout, rollout.logprob.new_full(shape, torch.nan))
         if self.record_divergence:
@@ -86,8 +86,8 @@ class TokenPolicy(Replays, WarpsLogits):
 
     @torch.no_grad()
     def with_divergence(self, rollout: Rollout, size: int) -> Rollout:
-        """Record how far each group's distributions are apart at every place, by passes of at most
-        ``size`` rows; rows of a group get the same."""
+        """Record the divergence of each group's distributions at every position, in passes of at
+        most ``size`` rows; rows of a group get the same value."""
         if not self.record_divergence:
             return rollout
         if rollout.edge_id is not None:
@@ -151,8 +151,8 @@ class TokenPolicy(Replays, WarpsLogits):
 
     @torch.no_grad()
     def scored(self, rollout: Rollout) -> Rollout:
-        """Record the log-probs that the policy gives to tokens which it did not sample, and the
-        entropies of their distributions, if recorded."""
+        """Record the policy's log-probs of tokens that it did not sample, and the entropies of
+        their distributions, if recorded."""
         logprob = torch.zeros_like(rollout.logprob)
         entropy = None if rollout.entropy is None else torch.zeros_like(rollout.entropy)
         size = min(self.pass_sizes.rows or len(rollout), len(rollout))
@@ -167,13 +167,14 @@ class TokenPolicy(Replays, WarpsLogits):
         return rollout.replace(logprob=logprob, entropy=entropy)
 
     def any_process(self, working: bool) -> bool:
-        """Tell whether any process still works, where all must make equally many passes."""
+        """Tell whether any process still has work, where all must make the same number of
+        passes."""
         return bool(distributed.all_max(torch.tensor(float(working), device=self.device)))
 
 
 class LogitsPolicy(TokenPolicy, Demonstrates):
     """Trains a policy of ``length`` tokens a sample, whose family encodes prompts and computes
-    logits; ``mask_id`` stands for a token not yet drawn."""
+    logits; ``mask_id`` is the mask token."""
 
     not_options: tuple[str, ...] = ("net", "length", "mask_id")
 
@@ -224,8 +225,8 @@ class LogitsPolicy(TokenPolicy, Demonstrates):
         return torch.stack([row.to(blank) for row in rows]), present
 
     def block_of(self, cond: dict[str, Any], rows: Tensor) -> Tensor:
-        """Number the block that each position of a sample belongs to, [1 or B, L]; ``rows`` [B]:
-        of the conditions."""
+        """Return the block index of each position of a sample, [1 or B, L]; ``rows`` [B]: of the
+        conditions."""
         return torch.zeros(1, self.length, dtype=torch.long, device=rows.device)
 
     def read(self, ids: Tensor, block: Tensor) -> Tensor:
@@ -233,8 +234,8 @@ class LogitsPolicy(TokenPolicy, Demonstrates):
         return torch.ones_like(ids, dtype=torch.bool)
 
     def order_of(self, row: Tensor, block: Tensor, rng: Rng, score: bool) -> Tensor:
-        """Choose an order [B, L] in which the sampler could have written the tokens of rows named
-        ``row`` [B], block after block; ``score``: it will be scored in that order."""
+        """Choose an order [B, L] in which the sampler could have drawn the tokens of rows named
+        ``row`` [B], block after block; ``score``: they will be scored in that order."""
         return torch.arange(self.length, device=row.device).expand(len(row), -1)
 
     def rollout(
@@ -263,7 +264,7 @@ class LogitsPolicy(TokenPolicy, Demonstrates):
 
 
 class CausalPolicy(LogitsPolicy):
-    """Draws tokens from left to right by a network of your own."""
+    """Draws tokens from left to right by a custom network."""
 
     capabilities = replace(LogitsPolicy.capabilities, drafts=True)
 
@@ -335,7 +336,7 @@ class AnswerTokens:
     [N, H] alone.
 
     ``log_prob`` of the point's own tokens comes with the forward pass; everything else is computed
-    on request, under the weights of that time. All results are [B, L] and 0 outside ``where``.
+    on request, under the weights of that pass. All results are [B, L] and 0 outside ``where``.
     """
 
     def __init__(self, policy: Scorer, point: Point, where: Tensor, hidden: Tensor, scored: Scored):
@@ -357,7 +358,7 @@ class AnswerTokens:
     def entropy(self) -> Tensor:
         """Compute the entropies [B, L] of the warped distribution."""
         if self.scored.entropy is None:
-            self.policy.entropies = True  # from now on with the forward pass
+            self.policy.entropies = True  # computed with the forward pass from now on
             self.scored = self._rescored(self.target, True)
         assert self.scored.entropy is not None
         return self._spread(self.scored.entropy)
@@ -405,7 +406,8 @@ class AnswerTokens:
         return scored
 
     def _places(self) -> tuple[Tensor, ...]:
-        """Return the places [N] of the decisions in their answers where the warp looks at them."""
+        """Return the positions [N] of the decisions in their answers where the warp depends on
+        them."""
         return (places(self.where),) if self.warp.schedule else ()
 
     def _head(self, work: str, *arguments: object) -> Any:
@@ -419,31 +421,31 @@ class AnswerTokens:
 
 @dataclass(frozen=True)
 class ToldTokens:
-    """Holds the log-probs of all tokens that a model elsewhere gives at N decisions."""
+    """Holds a remote model's log-probs of all tokens at N decisions."""
 
     logprobs: Tensor  # [N, V]
 
     def all_logprobs(self, warp: Warp) -> Tensor:
-        """Return them: they were computed at the warp that the other side asked for."""
+        """Return them: they were computed at the requested warp."""
         return self.logprobs
 
 
 def warp_of(plain: Any) -> Warp:
-    """Read a warp that came as plain data. Raises ValueError or TypeError where it is none."""
+    """Parse a warp from plain data. Raises ValueError or TypeError where it is invalid."""
     scale = plain.pop("scale")
     plain |= {name: tuple(plain[name]) for name in ("suppressed", "schedule")}
     return Warp(**plain, scale=None if scale is None else EntropyScale(**scale))
 
 
 def places(where: Tensor) -> Tensor:
-    """Return the column of every decision that ``where`` [B, L] holds, [N] long."""
+    """Return the column of every decision in ``where`` [B, L], [N] long."""
     columns = torch.arange(where.shape[1], device=where.device)
     return selected(columns.expand_as(where), where)
 
 
 def somewhere(mask: Tensor) -> Tensor:
-    """Return ``mask`` [B, L], or one decision where it holds none: every process makes its passes,
-    also those that train nothing."""
+    """Return ``mask`` [B, L], with one decision if it holds none: every process makes its passes,
+    even if it trains nothing."""
     if on_host(mask).any():
         return mask
     mask = mask.clone()

@@ -1,8 +1,8 @@
-"""Chooses the kernels a diffusers network runs on: attention by xformers, SDPA or flash-attn, and
+"""Chooses the kernels of a diffusers network: attention by xformers, SDPA or flash-attn, and
 compiled blocks.
 
-Attention is chosen at the first pass, when device, precision and shapes are known, on the network
-itself.
+Attention is chosen at the first pass, when device, precision and shapes are known, and measured on
+the network itself.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Attention = Annotated[Literal["auto", "xformers", "sdpa", "flash"], FREE_AT_RESU
 # the names of diffusers' dispatcher
 BACKENDS = {"sdpa": "native", "xformers": "xformers", "flash": "flash"}
 PACKAGES = {"xformers": "xformers", "flash": "flash-attn"}
-EVEN = 1.02  # times that differ by less are equal
+EVEN = 1.02  # times within this factor are equal
 CANNOT = (RuntimeError, ValueError, NotImplementedError, TypeError, AttributeError)
-_measured: dict[tuple[Any, ...], str] = {}  # what "auto" chose in this process
+_measured: dict[tuple[Any, ...], str] = {}  # choices of "auto" in this process
 
 
 def check(backend: Attention) -> None:
@@ -61,8 +61,8 @@ class AttentionChoice:
         self.where: tuple[str, torch.dtype] | None = None
 
     def settle(self, trial: Callable[[], Any]) -> list[str]:
-        """Choose for the device the network is on; ``trial`` makes one pass of it. Does nothing if
-        the network has not moved.
+        """Choose for the network's device; ``trial`` makes one pass. Does nothing if the network
+        has not moved.
 
         Returns a sentence for the log about a choice that was measured.
         """
@@ -100,8 +100,8 @@ class AttentionChoice:
         return self._measure(dtype, trial, notes)
 
     def _measure(self, dtype: torch.dtype, trial: Callable[[], Any], notes: list[str]) -> str:
-        """Choose xformers where it runs on all processes and is no slower, timed by one pass of the
-        network each."""
+        """Choose xformers where it runs on all processes and is no slower, timed by one network
+        pass each."""
         key = (
             type(self.net).__name__,
             len(able(self.net, "xformers")),
@@ -146,11 +146,11 @@ class AttentionChoice:
 
 
 def computed(policy: Any, work: Callable[[], Tensor]) -> Tensor:
-    """Compute a pass of a policy, ``work``, on the kernels that are chosen, ``policy.attending``.
+    """Compute a pass of a policy, ``work``, with the chosen kernels, ``policy.attending``.
 
     Compiled graphs and attention kernels may differ where gradients are recorded, and round
-    differently: sampling then records them too, so that samples and scores agree to the bit.
-    UserError where torch.compile fails.
+    differently: sampling then records them too, so that samples and scores are bit-equal. UserError
+    where torch.compile fails.
     """
     policy.report.warnings += policy.attending.settle(work)
     same = not policy.compiled and policy.attending.used not in PACKAGES
@@ -168,8 +168,8 @@ def computed(policy: Any, work: Callable[[], Tensor]) -> Tensor:
 
 
 def able(net: nn.Module, name: str) -> list[nn.Module]:
-    """List the attention layers that can run on a backend: those behind diffusers' dispatcher, and
-    older ones that have an xformers processor."""
+    """List the attention layers whose backend can be chosen: those of diffusers' dispatcher, and
+    older ones with an xformers processor."""
     layers = [
         layer
         for layer in net.modules()
@@ -194,7 +194,7 @@ def _dispatched(net: nn.Module, backend: str) -> None:
 
     roots: list[Any] = [net] if hasattr(net, "set_attention_backend") else list(net.children())
     try:
-        # it would set the backend of all other models of this process as well
+        # it would also set the backend of all other models in this process
         with attention_backend(), quiet():
             for root in roots:
                 root.set_attention_backend(backend)
@@ -219,7 +219,7 @@ def _older(net: nn.Module) -> Iterator[tuple[Any, tuple[type, type]]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence diffusers' remarks that something is experimental."""
+    """Silence diffusers' warnings of experimental features."""
     from diffusers.utils import logging
 
     before = logging.get_verbosity()

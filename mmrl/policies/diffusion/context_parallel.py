@@ -24,8 +24,8 @@ UNEVEN = "must be divisible by mesh size"  # of diffusers' assertion
 
 
 def unsupported(policy: Any) -> str | None:
-    """Say why a policy (an object, a class, or what makes one) cannot split its sequences; None
-    where it can. Nothing is loaded for it."""
+    """Return why a policy (an object, a class, or a factory) cannot split its sequences; None where
+    it can. Loads nothing."""
     name = getattr(policy, "__name__", type(policy).__name__)
     network = getattr(policy, "network", None)
     if not isinstance(network, str):
@@ -40,7 +40,7 @@ def unsupported(policy: Any) -> str | None:
 
 
 def unfit(attention: str, ring_degree: int) -> str | None:
-    """Say why an attention backend cannot exchange parts of a sequence; None where it can."""
+    """Return why an attention backend cannot exchange parts of a sequence; None where it can."""
     if attention == "xformers":
         return "policy.attention xformers cannot exchange parts of a sequence; use auto or sdpa"
     if ring_degree > 1 and attention != "flash":
@@ -55,8 +55,8 @@ def split_sequences(net: nn.Module, ulysses_degree: int, ring_degree: int) -> No
     """Split the sequences of every transformer in ``net`` over groups of neighbouring processes; a
     collective call, before the network is wrapped.
 
-    Raises UserError where the attention heads cannot be shared. Sequences that cannot are found at
-    the first pass, which is a UserError too.
+    Raises UserError where the attention heads cannot be divided. Sequences that cannot raise
+    UserError at the first pass.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -89,9 +89,9 @@ def _split(net: Any, mesh: Any, ulysses_degree: int, ring_degree: int) -> None:
     )
     rank, size = distributed.process()
     config.setup(rank, size, next(net.parameters()).device, mesh=mesh)
-    # diffusers (0.42) divides by the number of accelerators to find the device, 0 on CPUs
+    # diffusers (0.42) divides by the number of accelerators, 0 on CPUs
     net._parallel_config, net._resolve_parallel_config = None, lambda known: known
-    with quiet():  # the remark that this is experimental
+    with quiet():  # warns that this is experimental
         net.enable_parallelism(config=config, cp_plan=_plan(net))
     del net._resolve_parallel_config
     net._parallel_config = config
@@ -101,9 +101,8 @@ def _split(net: Any, mesh: Any, ulysses_degree: int, ring_degree: int) -> None:
 
 
 def _plan(net: Any) -> dict[str, Any]:
-    """Return diffusers' plan, but leave texts whole where they are attended to from beside the
-    sequence (LTX): backward through Ulysses' exchange (0.42) takes keys to be as many as
-    queries."""
+    """Return diffusers' plan, but keep texts whole where they are cross-attended (LTX): backward
+    through Ulysses' exchange (0.42) assumes as many keys as queries."""
     plan = dict(net._cp_plan)
     if _cross_attentions(net) and "" in plan:
         plan[""] = {k: v for k, v in plan[""].items() if not str(k).startswith("encoder_")}
@@ -111,7 +110,7 @@ def _plan(net: Any) -> dict[str, Any]:
 
 
 def _cross_attentions(net: Any) -> list[Any]:
-    """List the attention layers from the sequence to the texts in the blocks of a network."""
+    """List the cross-attention layers to texts in the blocks of a network."""
     blocks = getattr(net, "transformer_blocks", ())
     return [block.attn2 for block in blocks if hasattr(block, "attn2")]
 
@@ -122,7 +121,7 @@ def _attend_to_whole_texts(net: Any) -> None:
 
 
 def _with_whole_gradients(net: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Let the gradient of what goes into the network be that of the whole sequence: rewards are
+    """Make gradients of the network's inputs those of the whole sequence, for rewards
     differentiated through several passes."""
 
     def joined(x: Any) -> Any:
@@ -133,7 +132,7 @@ def _with_whole_gradients(net: nn.Module, args: Any, kwargs: Any) -> tuple[Any, 
 
 
 def _explained(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Make of diffusers' assertion about a length that does not divide a UserError."""
+    """Turn diffusers' assertion about an indivisible length into a UserError."""
 
     @wraps(forward)
     def explained(*args: Any, **kwargs: Any) -> Any:

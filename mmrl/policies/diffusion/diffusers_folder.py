@@ -68,8 +68,7 @@ def load_config(cls: Any, place: str, subfolder: str) -> dict[str, Any]:
 def load_text_pipeline(
     cls: Any, place: str, dtype: torch.dtype, without: Sequence[str] = (), part: str = "transformer"
 ) -> Any:
-    """Load the pipeline with tokenizers and text encoders only; ``without`` names those to leave
-    out."""
+    """Load the pipeline with tokenizers and text encoders only; ``without`` names those to skip."""
     return load_without(cls, place, dtype, [part, "vae", *without])
 
 
@@ -79,7 +78,7 @@ def load_without(cls: Any, place: str, dtype: torch.dtype, absent: Sequence[str]
 
 
 def holds(place: str, part: str) -> bool:
-    """Tell whether a local folder has that part; a hub id is taken to be complete."""
+    """Tell whether a local folder has that part; a hub id is assumed to be complete."""
     index = Path(place) / "model_index.json"
     return not index.is_file() or (json.loads(index.read_text()).get(part) or [None])[0] is not None
 
@@ -88,7 +87,7 @@ def save_lora(pipeline: Any, net: Any, folder: Path, part: str = "transformer") 
     """Write ``pytorch_lora_weights.safetensors`` as ``pipe.load_lora_weights(folder)`` reads it."""
     from peft import get_peft_model_state_dict
 
-    # not the whole state, which quantised networks would restore
+    # not the whole state_dict, which would dequantise quantised networks
     adapters = {name: p for name, p in net.named_parameters() if "lora_" in name}
     layers = {
         name: tensor.detach().cpu().contiguous()
@@ -99,14 +98,14 @@ def save_lora(pipeline: Any, net: Any, folder: Path, part: str = "transformer") 
         named = {f"{part}_lora_layers": layers, f"{part}_lora_adapter_metadata": config}
         pipeline.save_lora_weights(folder, **named)
         return
-    # Anima's pipeline reads such files, and has no method that writes them
+    # Anima's pipeline reads such files but has no method to write them
     pipeline._save_lora_weights(folder, {part: layers}, {part: config})
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what diffusers and transformers say of every prompt that they cut: it is said once,
-    before training (``prompt_lengths``)."""
+    """Silence the warnings of diffusers and transformers about each truncated prompt:
+    ``prompt_lengths`` reports them once, before training."""
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -121,8 +120,8 @@ def quiet() -> Iterator[None]:
 def unscaled(
     net: Any, layers: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Put the scale of an adapter into its tensors, and say so in its configuration: readers that
-    know no metadata take the same change, as a file without alpha counts it as the rank."""
+    """Fold the scale of an adapter into its tensors and configuration, so that readers without
+    metadata get the same change: they take a missing alpha to be the rank."""
     scales = {
         name: module.scaling for name, module in net.named_modules() if hasattr(module, "lora_B")
     }
@@ -143,8 +142,8 @@ def save_full(
 
 
 def save_parts(pipeline: Any, place: str, parts: dict[str, nn.Module], folder: Path) -> None:
-    """Write a complete diffusers folder with these parts in place of its own, in the types of its
-    files; everything else is copied to the byte."""
+    """Write a complete diffusers folder with these parts instead of its own, in the dtypes of its
+    files; everything else is copied unchanged."""
     source = Path(place)
     if not source.is_dir():
         source = Path(pipeline.download(place, use_safetensors=True))

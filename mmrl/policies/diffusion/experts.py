@@ -1,5 +1,5 @@
-"""Lets gradients through experts that a library asks without them: HiDream's, outside of training
-mode, which no network is ever in here."""
+"""Enables gradients through experts that diffusers evaluates without them: HiDream's in eval mode,
+in which networks stay here."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 
 def let_gradients_through(net: nn.Module) -> None:
-    """Replace the method by which such experts are asked, in place; outputs stay what they are."""
+    """Replace the method that calls such experts, in place; outputs are unchanged."""
     for part in net.modules():
         if hasattr(type(part), "moe_infer"):
             part.__dict__["moe_infer"] = MethodType(mixed, part)
 
 
 def mixed(layer: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Sum what the experts of a layer make of tokens x [T, C], each of which is given to K of them:
-    ``chosen`` [T K] names them, ``weights`` [T K, 1] are their shares. Added in the library's
-    order, so that outputs are equal to the bit."""
+    """Sum the outputs of a layer's experts for tokens x [T, C], each routed to K of them:
+    ``chosen`` [T K] are their indices, ``weights`` [T K, 1] their weights. Added in the library's
+    order, so that outputs are bit-equal."""
     order = chosen.argsort()
     tokens = order // layer.num_activated_experts
     counts = torch.bincount(chosen, minlength=len(layer.experts)).tolist()

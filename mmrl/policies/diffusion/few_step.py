@@ -14,7 +14,7 @@ from mmrl.policies.diffusion import diffusers_folder
 from samplers.kernels import consistency
 from samplers.windows import between_steps
 
-# the scheduler of a family's folders, and the one of few steps that has its times
+# the scheduler of a family's folders, and the few-step one with the same times
 BY_CLASS = {
     "FlowMatchEulerDiscreteScheduler": "FlowMatchLCMScheduler",
     "DDIMScheduler": "LCMScheduler",
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def check(place: str, scheduler: str) -> None:
-    """Raise UserError where a folder's own scheduler has times that none of these has."""
+    """Raise UserError where no few-step scheduler has the times of the folder's own."""
     config = _config(place)
     name = config.get("_class_name", "")
     flow = scheduler == "FlowMatchEulerDiscreteScheduler"
@@ -42,7 +42,7 @@ def check(place: str, scheduler: str) -> None:
 
 
 def save(place: str, scheduler: str, folder: Path) -> None:
-    """Write the scheduler beside what was exported; into a whole pipeline in place of its own."""
+    """Write the scheduler to the exported folder; in a whole pipeline it replaces the original."""
     made(_config(place), scheduler).save_pretrained(folder / "scheduler")
     index = folder / "model_index.json"
     if index.is_file():
@@ -52,7 +52,7 @@ def save(place: str, scheduler: str, folder: Path) -> None:
 
 
 def made(config: Mapping[str, Any], scheduler: str) -> Any:
-    """Make a scheduler of diffusers by what it knows of another one's configuration."""
+    """Make a diffusers scheduler from the keys that it shares with another one's configuration."""
     import diffusers
 
     kind = getattr(diffusers, scheduler)

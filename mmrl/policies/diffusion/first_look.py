@@ -1,5 +1,5 @@
-"""Looks once, when a flow samples for the first time, whether it keeps what sampling and scoring
-rely on: a row of conditions for each prompt, and rows that do not see each other."""
+"""Checks once, when a flow first samples, what sampling and scoring rely on: one row of conditions
+per prompt, and rows that are independent of each other."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from mmrl.policies.diffusion.flow_passes import FlowPasses
 
 RNG = Rng.of("first look")
-# of the velocity's size: passes of one width give a row the same number, others a rounded one
+# relative to the velocity: passes of one width are bit-equal, others differ by rounding
 ALLOWED = 1e-3
 OTHER_WIDTH = 0.05
 
 
 def check_conditions(policy: FlowPasses, cond: Mapping[str, Any], prompts: int) -> None:
-    """Raise UserError where ``encode`` gave other than a row for each prompt, and one for none."""
+    """Raise UserError unless ``encode`` returned one row per prompt, and one for the empty
+    prompt."""
     for name, value in without_empty(dict(cond)).items():
         _check_rows(policy, name, value, prompts)
     _check_rows(policy, "uncond", cond.get("uncond"), 1)
@@ -41,9 +42,9 @@ def _check_rows(policy: FlowPasses, name: str, value: Any, rows: int) -> None:
 
 @torch.no_grad()
 def check_independence(policy: FlowPasses, cond: Mapping[str, Any], prompts: int) -> None:
-    """Compare the velocity of a row beside another with that of the row alone; a collective call of
-    sharded networks. Raises UserError where they differ: log-probs would depend on which rows share
-    a pass; and where one is not finite, before a reward is blamed.
+    """Compare the velocity of a row in a batch of two with that of the row alone; a collective call
+    of sharded networks. Raises UserError where they differ, since log-probs would depend on which
+    rows share a pass, and where one is not finite.
     """
     two = torch.arange(2, device=policy.device)
     rows = rows_of(without_empty(dict(cond)), two * (prompts - 1))
@@ -63,7 +64,7 @@ def check_independence(policy: FlowPasses, cond: Mapping[str, Any], prompts: int
         )
     allowed = ALLOWED if policy.pass_sizes.width() else OTHER_WIDTH
     together = policy.pass_sizes.width() != 1  # rows share passes
-    # of a random network the gate of the log-probs speaks
+    # for a random network the check of log-probs decides
     if together and apart > allowed >= random:
         name = type(policy).__name__
         raise StopAll(

@@ -1,5 +1,5 @@
-"""Computes what a flow's network says of states on a path, and the distributions of steps from
-them; sampling and scoring go through the same."""
+"""Computes a flow's network outputs at states of a path, and the step distributions from them, the
+same for sampling and scoring."""
 
 from __future__ import annotations
 
@@ -28,25 +28,23 @@ from samplers.noise import Rng
 from samplers.processes import Flow, Process
 
 BUILT_IN = frozenset(tables.KERNELS.values())
-FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
+FEW = 8  # rows; a matmul of fewer rounds differently (docs/lab-notes.md)
 
 
 Window = Callable[[int, int, Rng], Tensor]
 
 
 class FlowPasses(Guided):
-    """Runs the network of a flow at states of its paths, with guidance, and makes Gaussian steps of
-    what it gives."""
+    """Runs a flow's network at states of its paths, with guidance, and makes Gaussian steps from
+    its outputs."""
 
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
-    # the argument of the pipeline's call that is the scale of classifier-free guidance, by which
-    # rows and their conditions have one of their own
+    # the pipeline argument for the scale of classifier-free guidance, which rows and their
+    # conditions may set
     guided_by: str = GUIDANCE
     logprob_reduction: Literal["mean", "sum"]
-    logprob_weight: Tensor | None = (
-        None  # [*] of each number in the mean over dimensions; 1 on average
-    )
+    logprob_weight: Tensor | None = None  # [*] weights of the mean over dimensions; 1 on average
     sde_type: Kernel
     dist_type: type[Gaussian]
     tree: Tree | None
@@ -73,8 +71,8 @@ class FlowPasses(Guided):
         """Return the conditions [B, *] for the pass without the prompt, from the rows' conditions
         ``row_cond`` and those of the rollout.
 
-        They are those of the empty prompt; what ``uncond`` leaves out, such as an image to edit, is
-        the row's own.
+        They are those of the empty prompt; entries missing in ``uncond``, such as an image to edit,
+        are the row's own.
         """
         if "uncond" not in cond:
             raise UserError(
@@ -89,8 +87,8 @@ class FlowPasses(Guided):
         return row_cond | empty
 
     def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
-        """Apply classifier-free guidance (Ho and Salimans 2022), [B, *]; a family may normalise it
-        as its pipeline does."""
+        """Apply classifier-free guidance (Ho and Salimans 2022), [B, *]; families may rescale it as
+        their pipelines do."""
         return empty + scale * (v - empty)
 
     def _for_process(self, kernel: Any) -> Kernel:
@@ -140,8 +138,8 @@ class FlowPasses(Guided):
 
     def _both(self, point: Query, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
         """Compute the distribution that samples, the one whose log-prob is recorded (the same
-        unless ``logprob_guidance`` differs), and the network's output behind the first, in passes
-        of at most ``rows``."""
+        unless ``logprob_guidance`` differs), and the network's output for the first, in passes of
+        at most ``rows``."""
         scale = self._scales(point)
         each = []
         waits = rows is not None and sharded(self.net)
@@ -158,12 +156,12 @@ class FlowPasses(Guided):
         return sampled, self._transition(point, v) if mismatch else sampled, guided
 
     def strength(self, point: Query, scale: float | Tensor) -> float | Tensor:
-        """Return the guidance scale: ``scale``, or one for every row, shaped for [B, *], where a
-        family has several."""
+        """Return the guidance scale: ``scale``, or one per row, shaped for [B, *], where a family
+        has several."""
         return scale
 
     def _scales(self, point: Query) -> float | Tensor:
-        """Return the guidance scale, or that of every row, shaped for [B, *], where rows have their
+        """Return the guidance scale, or one per row, shaped for [B, *], where rows set their
         own."""
         return self._scale(point)
 
@@ -181,13 +179,13 @@ class FlowPasses(Guided):
         rows, *rest = v.shape
         by = f"the SDE type {called(self.sde_type)}"
         returned(mean, f"{by} (mean)", B_latents=(rows, *rest))
-        # packed states of several clocks (sound beside video) have a std for each number
+        # packed states with several clocks (sound and video) have a std per dimension
         returned(std, f"{by} (std)", B_ones=(rows, *[1] * len(rest)), B_latents=(rows, *rest))
         return self.dist_type(mean, std, self.logprob_reduction, self.logprob_weight)
 
     def _velocities(self, point: Query, guided: bool) -> tuple[Tensor, Tensor]:
         """Compute conditional and unconditional velocity [B, *], both in one forward pass unless
-        one needs no gradient; not ``guided``: the first in place of both."""
+        one needs no gradient; not ``guided``: the first for both."""
         x = point.state
         t = point.time
         self.report.forwards += 2 * len(x) if guided else len(x)
@@ -218,9 +216,9 @@ class FlowPasses(Guided):
         return v.to(self.dtype)
 
     def _filled(self, rows: int) -> int:
-        """Return the number of rows a pass is filled up to. Few states are alive near the root of a
-        tree: filled up to the constant width they would cost as much as all leaves, so a pass of a
-        tree goes to the next power of two."""
+        """Return the number of rows to which a pass is padded. Few states are active near the root
+        of a tree: padded to the constant width they would cost as much as all leaves, so tree
+        passes are padded to the next power of two."""
         if self.tree is None:
             return self.pass_sizes.width()
         return min(self.pass_sizes.width(), max(FEW, 1 << (rows - 1).bit_length()))

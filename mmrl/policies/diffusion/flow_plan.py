@@ -1,5 +1,5 @@
-"""Plans what a flow's sampler does in an iteration: its times, where it draws noise, what samples
-share, and which states are stored."""
+"""Plans a flow's sampling in an iteration: times, stochastic steps, shared states, and which states
+are stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     times: Tensor  # [K + 1]
     eta: Tensor  # [K]; 0 is a deterministic step
     spans: list[int]  # K + 1: how many adjacent rows share a state
-    rows: int | None = None  # at most so many in a pass; None: all that are alive
+    rows: int | None = None  # most rows of a pass; None: all active ones
     stored: tuple[int, ...] = ()  # the S steps after which the state is kept for training
 
     def places(self) -> Tensor:
@@ -81,8 +81,7 @@ def planned(
 
 
 def decides(policy: FlowPasses, plan: Plan) -> bool:
-    """Tell whether any step draws noise: some have none whatever their noise level, such as
-    DDIM's to the data."""
+    """Tell whether any step draws noise: some never do, such as DDIM's last step."""
     steps = len(plan.eta)
     blank = torch.ones(steps, *[1] * len(policy.shape), dtype=torch.float64)
     times = plan.times.to(blank)

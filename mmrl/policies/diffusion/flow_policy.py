@@ -84,26 +84,25 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
 
     steps: forward passes per sample. evaluation_steps: those of a sample in evaluation, which has
     no noise, and of ``mmrl sample``; null: as in training. noise_level: noise level of the
-    stochastic steps.
-    noise_anneal: share of it that is left at the last step, falling on a line from the first (EAD,
-    Yang et al. 2025, for steps of a sampler: our reading). sde_type,
-    timestep_schedule, noise_window: the stochastic step, the times, and which steps are stochastic.
-    guidance_scale: classifier-free guidance scale w, v = v_u + w (v_c - v_u). logprob_guidance:
-    what is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient
-    through the unconditional branch, "conditional" leaves guidance out of the score (a mismatch
-    some codes publish). same_initial_noise: the samples of a group start from one noise.
-    trajectory_dtype: type latents are rounded to before they are scored and kept in.
+    stochastic steps. noise_anneal: fraction of it left at the last step, decaying linearly from the
+    first (EAD, Yang et al. 2025, applied here to sampler steps). sde_type, timestep_schedule,
+    noise_window: the stochastic step, the times, and which steps are stochastic. guidance_scale:
+    classifier-free guidance scale w, v = v_u + w (v_c - v_u). logprob_guidance: what is scored;
+    "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient through the
+    unconditional branch, "conditional" leaves guidance out of the score (a mismatch some codes
+    publish). same_initial_noise: the samples of a group share their initial noise.
+    trajectory_dtype: dtype that latents are rounded to before they are scored, and stored in.
     logprob_reduction: log-prob as mean or sum over dimensions. solver: of the deterministic steps;
     None is the kernel without noise. tree: samples that share their first steps. flash_step_ratio:
     share of the steps after the last stochastic one that is kept (MixGRPO-Flash). logprob_type:
     "square" leaves the variance out of the log-prob, as Flow-CPS publishes it; that is a score, not
-    a density. offload_trajectory: stored latents are kept in the CPU's memory, and return pass by
+    a density. offload_trajectory: stored latents stay in CPU memory and are moved back for each
     pass.
     """
 
     # its sampler adds fresh noise between steps, in evaluation too (consistency models)
     renews = False
-    unseen = True  # until its conditions and rows were looked at, before it first samples
+    unseen = True  # until conditions and rows are checked, before it first samples
     capabilities = Capabilities("gaussian")
 
     def __init__(
@@ -159,7 +158,7 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
         planned(self, copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)
 
     def take_times(self) -> None:
-        """Take the times of the schedule, which may depend on the shape of a sample."""
+        """Set the times of the schedule, which may depend on the shape of a sample."""
         steps, evaluation_steps = self.step_counts
         try:
             self.times = self.timestep_schedule(steps)
@@ -199,7 +198,7 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
         if self.unseen:
             check_conditions(self, cond, len(prompts))
         paths = self.paths(group, row, cond, rng, context, copies)
-        if self.unseen:  # behind the first sampling, which has found out what fits into a pass
+        if self.unseen:  # after the first sampling, which has found what fits into a pass
             self.unseen = False
             check_independence(self, cond, len(prompts))
         return paths.replace(prompts=tuple(prompts))
@@ -213,8 +212,8 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
         context: RolloutContext,
         copies: Copies = 1,
     ) -> Rollout:
-        """Sample the rows named ``row`` [B] under the conditions ``cond`` [P, *], into which
-        ``group`` [B] leads, with the paths to them."""
+        """Sample the rows named ``row`` [B] under the conditions ``cond`` [P, *], indexed by
+        ``group`` [B]; also return their paths."""
         plan = planned(self, copies, rng, context)
         size = self.pass_sizes.to_sample(len(row), lambda n: self._trial(group[:n], row[:n], cond))
         path = self._room(plan, len(row))
@@ -265,11 +264,10 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
         return {"latents": {"shape": list(self.shape), "process": kind}}
 
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
-        """Draw once more the noise [B, *] of step number ``step`` (from 0) for rows [B] of streams
-        [B, 2].
+        """Draw again the noise [B, *] of step ``step`` (from 0) for rows [B] of streams [B, 2].
 
-        Not for trees, whose samples share noise. The key's words are tensors, so that rows may be
-        of several streams.
+        Not for trees, whose samples share noise. The key's words are tensors, so rows may belong to
+        several streams.
         """
         return Rng((stream[:, :1], stream[:, 1:])).normal(row, self.shape, step + 1, self.dtype)
 
@@ -310,7 +308,7 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
         """Sample rows, the leaves of trees: one row of every span goes through the network. Fills
         in ``path`` [B, S, *]."""
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
-        # without noise on the way a group would be one sample
+        # without noise along the path all samples of a group would be equal
         shared = self.same_initial_noise and self.exploring
         first = (group + rng.offset if shared else row)[:: plan.spans[0]]
         row_cond = rows_of(without_empty(cond), group[:: plan.spans[0]])
@@ -362,8 +360,8 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
     def _advance(
         self, point: Query, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Take step k of the states that are alive: return their children, the children's log-probs
-        [B, 1] and entropies [B, 1], and whether the step is a decision.
+        """Take step k of the active states: return their children, the children's log-probs [B, 1]
+        and entropies [B, 1], and whether the step is a decision.
 
         The last is a bool [] on the device, so that the host need not wait for it.
         """
@@ -445,10 +443,10 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
 def demonstrated(
     policy: FlowPolicy, prompts: list[Prompt], answers: Sequence[Any], rng: Rng
 ) -> Rollout:
-    """Make a rollout of pictures that somebody made, one to each prompt. No step of a path is known
-    of them: what looks at re-noised samples can train on them."""
+    """Make a rollout of external images, one per prompt. Their denoising paths are unknown: only
+    objectives that re-noise samples can train on them."""
     row, group = rows_and_groups(prompts, 1, rng, policy.device)
-    cond = policy.encode(prompts)  # sets the size of pictures, to which answers are cut
+    cond = policy.encode(prompts)  # sets the image size, to which answers are cropped
     samples, present = encoded(cast(EncodesMedia, policy), answers)
     blank = torch.zeros(len(row), *policy.shape, dtype=policy.dtype, device=policy.device)
     sample = placed_rows(samples, present, blank)
@@ -461,7 +459,7 @@ def demonstrated(
         visit=torch.full_like(time, -1, dtype=torch.long),
         time=time,
         noise_level=noise_level,
-        # as sampled rows beside them have one; no step of theirs is ever drawn again
+        # as sampled rows have one; none of their steps is ever redrawn
         stream=stream if bool((plan.eta > 0).any()) else None,
     )
     rollout = Rollout(

@@ -1,5 +1,5 @@
-"""Remembers what frozen encoders return, so that a pipeline which is run again for every step
-encodes each text once."""
+"""Caches outputs of frozen encoders, so that a pipeline replayed for every step encodes each text
+once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class EncoderCache:
-    """Takes the place of a frozen module's ``forward`` and keeps its results on the CPU, first in
-    first out.
+    """Replaces a frozen module's ``forward`` and caches its results on the CPU, first in first out.
 
     Rows are encoded one by one, so that none depends on the others of its batch, where all inputs
     and outputs are tensors with a row each; else the batch is kept as a whole. After a pass the
-    module stays on the device ("keep"), or goes to the CPU ("offload"); or it works there ("cpu").
+    module stays on the device ("keep"), or goes to the CPU ("offload"); or it runs there ("cpu").
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class EncoderCache:
         self.limit = limit
         self.plain = module.forward
         self.results: dict[bytes, Any] = {}
-        self.whole = False  # whether results have no rows
+        self.whole = False  # whether results have no batch dimension
         module.forward = self
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
-"""Handles the guardrail that pipelines of Cosmos build for themselves: the package
-``cosmos_guardrail``, which rejects prompts and hides faces in what is decoded."""
+"""Handles the guardrail that Cosmos pipelines build themselves: the package ``cosmos_guardrail``,
+which rejects prompts and blurs faces in decoded frames."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mmrl.core import pretrained
 from mmrl.core.errors import UserError
 
 CHECKER = (
-    "CosmosSafetyChecker"  # the class of the package, or what stands for it where it is absent
+    "CosmosSafetyChecker"  # the class of the package, or its placeholder where it is not installed
 )
-PART = "safety_checker"  # what pipelines call it
+PART = "safety_checker"  # the pipelines' name of it
 REMEMBERED = 1 << 16  # texts
 
 
 def builds_guardrail(cls: type) -> bool:
-    """Tell whether a pipeline's class builds a guardrail where none is given to it."""
+    """Tell whether a pipeline's class builds a guardrail by default."""
     return hasattr(inspect.getmodule(cls), CHECKER)
 
 
 def loaded_with(cls: type, index: dict[str, Any], guardrail: bool) -> dict[str, Any]:
-    """Return what a pipeline is loaded with in place of a folder's safety checker. UserError where
-    there is no guardrail to leave out."""
+    """Return the replacement for a folder's safety checker when loading. UserError where there is
+    no guardrail to disable."""
     if not guardrail:
         if not builds_guardrail(cls):
             raise no_guardrail(cls.__name__)
@@ -36,7 +36,7 @@ def loaded_with(cls: type, index: dict[str, Any], guardrail: bool) -> dict[str, 
 
 
 def no_guardrail(pipeline: str) -> UserError:
-    """Say that there is none to leave out."""
+    """Return the error that there is none to disable."""
     return UserError(
         f"policy option guardrail: {pipeline} has no guardrail that could be left out (those of "
         "Cosmos have one); leave it true"
@@ -44,7 +44,7 @@ def no_guardrail(pipeline: str) -> UserError:
 
 
 def missing(cls: type, path: str, error: ImportError) -> UserError:
-    """Say in one sentence why a class could not be built."""
+    """Return in one sentence why a class could not be built."""
     if builds_guardrail(cls):
         return UserError(
             f"policy path {path!r}: {cls.__name__} checks prompts and pictures by the package "
@@ -57,7 +57,7 @@ def missing(cls: type, path: str, error: ImportError) -> UserError:
 
 
 def remembered(pipe: Any) -> Any:
-    """Let a pipeline's guardrail, where it has one, remember the prompts that it has read."""
+    """Cache a guardrail's verdicts on prompts, where the pipeline has one."""
     checker = getattr(pipe, PART, None)
     if builds_guardrail(type(pipe)) and not isinstance(checker, Passing):
         pipe.__dict__[PART] = Remembering(checker)
@@ -65,16 +65,16 @@ def remembered(pipe: Any) -> Any:
 
 
 def save_without(cls: Any, place: str, parts: dict[str, Any], folder: Path) -> None:
-    """Write a complete folder with these parts in place of its own. It names no guardrail, as any
-    folder of Cosmos does: diffusers builds one when it loads it."""
+    """Write a complete folder with these parts instead of its own. Like every Cosmos folder it
+    lists no guardrail: diffusers builds one on loading."""
     pipe = pretrained.load_pipeline(cls, place, parts={**parts, PART: Passing()})
     pipe.register_modules(**{PART: None})
     pipe.save_pretrained(folder)
 
 
 class Passing:
-    """Stands in for the guardrail where a user has said that there shall be none: every prompt
-    passes, and every picture as it is."""
+    """Replaces a guardrail that the user has disabled: every prompt passes, and every frame is
+    unchanged."""
 
     def to(self, *_: Any, **__: Any) -> Passing:
         return self
@@ -87,19 +87,19 @@ class Passing:
 
 
 class Remembering:
-    """Asks a guardrail about each prompt once, though a replay calls the pipeline in every step,
-    and moves it to the network's device only where it works. What it blocks becomes black."""
+    """Calls a guardrail once per prompt, though a replay calls the pipeline in every step, and
+    keeps it on the network's device only while it runs. Blocked frames become black."""
 
     def __init__(self, checker: Any):
         self.__dict__.update(_checker=checker, _device="cpu")
         self.__dict__["check_text_safety"] = lru_cache(REMEMBERED)(self._check_text)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # pipelines ask whether it is their guardrail
+    def __class__(self) -> Any:  # pipelines check that it is their guardrail
         return type(self.__dict__["_checker"])
 
     def to(self, device: Any = None, *_: Any, **__: Any) -> Any:
-        """Remember where the pipeline wants it."""
+        """Record the device that the pipeline requests."""
         if str(device) != "cpu":
             self.__dict__["_device"] = device
         return self
@@ -108,7 +108,7 @@ class Remembering:
         return bool(self._at_work(lambda checker: checker.check_text_safety(prompt)))
 
     def check_video_safety(self, frames: np.ndarray) -> np.ndarray:
-        """Return frames uint8 [F, H, W, 3] as the guardrail gives them."""
+        """Return frames uint8 [F, H, W, 3] after the guardrail."""
         shown = self._at_work(lambda checker: checker.check_video_safety(frames))
         return np.zeros_like(frames) if shown is None else np.asarray(shown)
 

@@ -1,8 +1,8 @@
 """Reads LoRA files of any form by diffusers' own readers, writes those of ComfyUI and kohya's
 sd-scripts, and merges adapters into a model.
 
-An adapter's change of a weight is ``scale * up @ down``. Whatever is written is read back by
-diffusers before it is handed over, and must be the same change of the same weights.
+An adapter's change of a weight is ``scale * up @ down``. Every written file is read back by
+diffusers, and must give the same change of the same weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HARMLESS = ("experimental", "safety checker", "No LoRA keys associated to", "Alr
 PEFT_PREFIX = "base_model.model."  # of the names of an adapter as peft saves it
 LISTED = 8  # tensors in a message
 OF_TEXT_ENCODERS = ("lora_te", "text_encoder", "te1.", "te2.")
-# endings of tensors that are added to a weight or a bias as they are: ComfyUI's, LyCORIS'
+# suffixes of full differences of a weight or bias: ComfyUI's, LyCORIS'
 DIFFERENCES = {".diff": "weight", ".w_norm": "weight", ".diff_b": "bias", ".b_norm": "bias"}
 
 
@@ -72,17 +72,17 @@ Adapter = dict[str, Pair]
 
 @dataclass(frozen=True)
 class Base:
-    """Knows the architecture of a model in diffusers' folder format; no weights are read."""
+    """The architecture of a model in diffusers' folder format; no weights are read."""
 
     place: str
     pipeline: Any  # class of diffusers
     networks: Mapping[str, Any]  # part -> class of diffusers
-    # part -> class of transformers, of those that the pipeline loads adapters into
+    # part -> transformers class, for those that the pipeline loads adapters into
     text_encoders: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: str) -> Base:
-        """Look at a folder or hub id. UserError where it is no pipeline of diffusers'."""
+        """Read a folder or hub id. UserError where it is no diffusers pipeline."""
         import diffusers
         import transformers
 
@@ -113,7 +113,7 @@ class Base:
         return next(iter(self.networks))
 
     def architecture(self) -> Any:
-        """Build the network with weights of zeros that take no memory."""
+        """Build the network with zero weights that take no memory."""
         network = self.networks[self.part]
         config = diffusers_folder.load_config(network, self.place, self.part)
         with torch.device("meta"):
@@ -132,7 +132,7 @@ class Base:
 
 
 def _with_zeros(net: Any) -> Any:
-    """Replace what lies on meta, where peft and transformers cannot move adapters to, by zeros."""
+    """Replace meta tensors, to which peft and transformers cannot move adapters, by zeros."""
     for module in net.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             zeros = torch.zeros(()).expand(weight.shape)
@@ -154,8 +154,8 @@ def _class_of(index: Mapping[str, Any], part: str, library: Any, kind: type) -> 
 
 def read(base: Base, file: Path, *, with_texts: bool = False) -> Adapter:
     """Read a LoRA file of any form that the pipeline itself loads, as pairs of matrices of the
-    network and, ``with_texts``, of text encoders. UserError for others, and for changes that are
-    more than such pairs."""
+    network and, ``with_texts``, of text encoders. UserError for other files, and for changes beyond
+    such pairs."""
     with_texts = with_texts and bool(base.text_encoders)
     texts = [key for key in keys(file) if key.startswith(OF_TEXT_ENCODERS)]
     names = [key for key in keys(file) if with_texts or key not in texts]
@@ -186,8 +186,8 @@ def read(base: Base, file: Path, *, with_texts: bool = False) -> Adapter:
 
 def load(base: Base, net: Any, file: Path, text_encoders: Mapping[str, Any] | None = None) -> None:
     """Let diffusers' pipeline load a LoRA file into a network of its kind, and into text encoders
-    where there are any. All tensors that are left out are named in a warning; differences of whole
-    weights (``differences``) are not read. UserError where it cannot."""
+    where there are any. All skipped tensors are named in a warning; full weight differences
+    (``differences``) are not read. UserError where it cannot."""
     encoders = dict(text_encoders or {})
     required = [
         name
@@ -206,14 +206,14 @@ def load(base: Base, net: Any, file: Path, text_encoders: Mapping[str, Any] | No
                 use_safetensors=True,
                 local_files_only=True,
             )
-        except Exception as error:  # its readers fail in many ways on a file of another model
+        except Exception as error:  # its readers raise various errors on a file of another model
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
                 f"{file}: diffusers' {base.pipeline.__name__} cannot read this LoRA: {reason[:200]}"
             ) from error
     for remark in remarks:
         LOG.warning("%s: diffusers says of this LoRA: %s", file, remark)
-    if encoders:  # else ``_as_diffusers_reads`` has said that they are left out
+    if encoders:  # else ``_as_diffusers_reads`` has reported that they are skipped
         _name_left_out(file, encoders)
 
 
@@ -239,8 +239,8 @@ def _name_left_out(file: Path, encoders: Mapping[str, Any]) -> None:
 
 
 def _flat(layer: str) -> str:
-    """Name a layer of a text encoder alike in the names of diffusers, of kohya, where lora_te2_* is
-    of text_encoder_2, and of ComfyUI's FLUX."""
+    """Normalise a text-encoder layer's name from those of diffusers, kohya (lora_te2_* is
+    text_encoder_2), and ComfyUI's FLUX."""
     layer = layer.replace("text_encoders.clip_l.transformer.", "text_encoder.")
     layer = re.sub(r"^lora_te([2-9])", r"text_encoder_\1", layer)
     layer = re.sub(r"^lora_te1?_", "text_encoder_", layer)
@@ -248,8 +248,8 @@ def _flat(layer: str) -> str:
 
 
 def differences(names: Sequence[str]) -> list[str]:
-    """Name the tensors of a file that are added to whole weights and biases. A ``.diff_b`` beside
-    the pair of its module is read by diffusers, as the pair's bias."""
+    """Name the tensors of a file that are full differences of weights and biases. A ``.diff_b``
+    along with its module's pair is read by diffusers, as the pair's bias."""
     modules = {name.split(".lora_")[0] for name in names if ".lora_" in name}
     return [
         name
@@ -299,8 +299,8 @@ def _as_diffusers_reads(
 
 
 def _in_known_names(base: Base, net: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """Return the names that diffusers expects of a file in those of peft, of DiffSynth (whose
-    adapter is called default), or of the network alone; {} of other files."""
+    """Map names of peft, DiffSynth (with adapter name default) or the bare network to those that
+    diffusers expects; {} for other files."""
     modules = dict(net.named_modules())
     bare = {
         name: name.removeprefix(PEFT_PREFIX).replace(".default.weight", ".weight") for name in names
@@ -308,14 +308,14 @@ def _in_known_names(base: Base, net: nn.Module, names: Sequence[str]) -> dict[st
     pairs = all(".lora_A." in name or ".lora_B." in name for name in names)
     if pairs and all(name.split(".lora_")[0] in modules for name in bare.values()):
         return {name: f"{base.part}.{short}" for name, short in bare.items()}
-    if pairs and all(name.endswith(".default.weight") for name in names):  # of the original network
+    if pairs and all(name.endswith(".default.weight") for name in names):  # original names
         return {name: f"diffusion_model.{short}" for name, short in bare.items()}
     return {}
 
 
 def _number_of_text_encoder(key: str) -> int:
-    """Return the number that kohya's name of a layer gives its text encoder, 2 of lora_te2_*, as
-    OneTrainer calls FLUX's T5, over which diffusers' reader stumbles; 0 of other names."""
+    """Return the text encoder's number in kohya's name of a layer, 2 for lora_te2_*, which
+    OneTrainer uses for FLUX's T5 and diffusers' reader fails on; 0 for other names."""
     match = re.match(r"lora_te(\d)_", key)
     return int(match.group(1)) if match else 0
 
@@ -331,7 +331,7 @@ def _metadata(file: Path, with_texts: bool) -> dict[str, str]:
 
 @contextmanager
 def overheard() -> Iterator[list[str]]:
-    """Keep what diffusers and peft warn of from the terminal, and list it."""
+    """Capture warnings of diffusers and peft in a list instead of the terminal."""
     remarks: list[str] = []
 
     class Listener(logging.Handler):
@@ -358,7 +358,7 @@ def overheard() -> Iterator[list[str]]:
 
 
 def _further(networks: Sequence[nn.Module]) -> str:
-    """Name the changes of loaded adapters besides pairs of matrices; empty where there are
+    """Name the changes of loaded adapters other than pairs of matrices; empty where there are
     none."""
     names = []
     for name, module in (each for net in networks for each in net.named_modules()):
@@ -388,14 +388,14 @@ def _pairs(net: nn.Module) -> Iterable[tuple[str, Pair]]:
 
 
 def _text_name(module: str) -> str:
-    """Name a module of a text encoder as files do, whether or not its class has a text_model, as
-    it had before transformers 5."""
+    """Name a text encoder's module as files do, with or without the text_model that its class had
+    before transformers 5."""
     return module if module.startswith(("text_model.", "text_proj")) else f"text_model.{module}"
 
 
 def write(base: Base, adapter: Adapter, form: Format, file: Path) -> None:
-    """Write an adapter in a form and read it back. UserError, and no file, where diffusers would
-    not read the same: what cannot be checked is not written."""
+    """Write an adapter in a format and read it back. UserError, and no file, where diffusers would
+    not read the same."""
     from safetensors.torch import save_file
 
     if form == "diffusers":
@@ -415,7 +415,7 @@ def write(base: Base, adapter: Adapter, form: Format, file: Path) -> None:
 
 
 def _compare(base: Base, adapter: Adapter, form: Format, file: Path) -> None:
-    """Raise UserError unless diffusers reads from the file what was meant."""
+    """Raise UserError unless diffusers reads the intended change from the file."""
     returned = read(base, file, with_texts=True)
     wrong = []
     for name in {**adapter, **returned}:
@@ -437,7 +437,7 @@ def _compare(base: Base, adapter: Adapter, form: Format, file: Path) -> None:
 
 def tensors(base: Base, adapter: Adapter, form: Format) -> dict[str, Tensor]:
     """Name and join an adapter's tensors as ComfyUI or sd-scripts expect them. UserError where
-    diffusers has no reader to check that form against."""
+    diffusers has no reader to verify that format."""
     names, written = _names(base, form)
     layers = _of_text_encoders(base, adapter)
     adapter = {n: pair for n, pair in adapter.items() if not _of_text_encoder(base, n)}
@@ -463,7 +463,7 @@ def tensors(base: Base, adapter: Adapter, form: Format) -> dict[str, Tensor]:
         name: _joined([linears.get(part, (0,))[0] for part in place.parts], pairs)
         for name, (place, pairs) in groups.items()
     }
-    if written == "comfyui":  # without alpha, which not all readers know
+    if written == "comfyui":  # without alpha, which not all readers support
         return _layers(joined, "diffusion_model.{}", ("lora_A", "lora_B"), alphas=False)
     return _kohyas_layers(joined, "lora_unet", family) | layers
 
@@ -473,8 +473,8 @@ def _of_text_encoder(base: Base, name: str) -> bool:
 
 
 def _of_text_encoders(base: Base, adapter: Adapter) -> dict[str, Tensor]:
-    """Name the layers of text encoders as sd-scripts does. Each attention gets the projection of
-    its output, of zeros where it has no adapter: diffusers knows the form by it."""
+    """Name the layers of text encoders as sd-scripts does. Each attention gets an output
+    projection, zero where it has no adapter: diffusers recognises the format by it."""
     family = FAMILIES[base.pipeline.__name__]
     layers: dict[str, Tensor] = {}
     for part, prefix in zip(base.text_encoders, family.texts, strict=False):
@@ -501,8 +501,8 @@ def _kohyas_layers(pairs: Mapping[str, Pair], prefix: str, family: Family) -> di
 def _layers(
     joined: Mapping[str, Pair], key: str, suffixes: tuple[str, str], alphas: bool
 ) -> dict[str, Tensor]:
-    """Name the tensors of a file. Without ``alphas``, which then count as the rank, the scale is in
-    the weights."""
+    """Name the tensors of a file. Without ``alphas``, which default to the rank, the scale is
+    folded into the weights."""
     layers: dict[str, Tensor] = {}
     for name, pair in joined.items():
         place = key.format(name)
@@ -515,8 +515,8 @@ def _layers(
 
 
 def _names(base: Base, form: Format) -> tuple[Names, Format]:
-    """Return the names, and the form they are written in: ComfyUI also reads kohya's, which serves
-    where diffusers has no reader of its own form."""
+    """Return the names and their format: ComfyUI also reads kohya's, used where diffusers has no
+    reader of ComfyUI's own."""
     pipeline = base.pipeline.__name__
     family = FAMILIES.get(pipeline)
     if family and form == "comfyui" and family.comfyui:
@@ -530,8 +530,8 @@ def _names(base: Base, form: Format) -> tuple[Names, Format]:
 
 
 def _joined(sizes: Sequence[int], pairs: Mapping[int, Pair]) -> Pair:
-    """Join the adapters of parts of a module along its outputs, of ``sizes``: their ranks stand
-    beside each other, and ``up`` is zero where one part knows nothing of the other."""
+    """Join the adapters of a module's parts along its outputs, of ``sizes``: ranks are
+    concatenated, and ``up`` is block-diagonal."""
     if len(sizes) == 1:
         return pairs[0]
     rank = sum(pair.rank for pair in pairs.values())
@@ -548,7 +548,7 @@ def _joined(sizes: Sequence[int], pairs: Mapping[int, Pair]) -> Pair:
 def _completed(
     adapter: Adapter, whole: Sequence[str], linears: Mapping[str, tuple[int, ...]]
 ) -> Adapter:
-    """Add adapters of zeros where diffusers' reader expects one in every block."""
+    """Add zero adapters where diffusers' reader expects one in every block."""
     missing_modules = [
         name
         for name in linears
@@ -562,7 +562,7 @@ def _completed(
 
 
 def stored_dtype(place: str, part: str) -> torch.dtype:
-    """Return the type that most weights of a local folder's part are stored in."""
+    """Return the most common dtype of the weights of a local folder's part."""
     types = weight_files.types_in(Path(place) / part)
     if not types:
         raise UserError(f"{place}: no safetensors files in {part}; other forms are not read")

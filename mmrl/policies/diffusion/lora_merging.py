@@ -1,7 +1,7 @@
-"""Merges LoRA files into the weights of a model, and begins training with one.
+"""Merges LoRA files into the weights of a model, and starts training from one.
 
-Diffusers and peft read and merge what they know; differences of whole weights, which they leave
-out, are added here, by ComfyUI's rule: weight + strength * difference.
+Diffusers and peft read and merge what they support; full weight differences, which they skip, are
+added here, by ComfyUI's rule: weight + strength * difference.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mmrl.policies.lora import ADAPTER
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", PEFT_PREFIX, "transformer.", "unet.")
 FLAT = "lora_unet_"  # kohya's prefix, after which dots are underscores
-# what people call the two networks of Wan 2.2 in the names of files
+# common names of Wan 2.2's two networks in file names
 HIGH_OR_LOW = re.compile(r"(?:^|[^a-z])(high|low)(?:[^a-z]*noise)?(?:[^a-z]|$)", re.IGNORECASE)
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
 
 
 class StartsFromLora:
-    """Marks policies of a model of diffusers, which can begin with the change of a LoRA file."""
+    """Policies of a diffusers model, which can start from a LoRA file."""
 
     place: str  # the model's folder
     net: nn.Module
@@ -56,7 +56,7 @@ def merge(
 ) -> list[str]:
     """Add the whole change of a LoRA file, times ``weight``, to a network and to text encoders:
     matrices, biases, DoRA's magnitudes and norms, as diffusers loads them and peft merges them, and
-    differences of whole weights, in float32. Returns the text encoders that have changed."""
+    full weight differences, in float32. Returns the text encoders that have changed."""
     encoders = dict(text_encoders or {})
     with _in_float32([net, *encoders.values()]):
         load(base, net, file, encoders)
@@ -91,7 +91,7 @@ def _in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _merge_layers(module: nn.Module, weight: float) -> int:
-    """Merge the adapters of a network, times ``weight``; returns how many layers have one."""
+    """Merge the adapters of a network, times ``weight``; returns the number of layers with one."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
@@ -112,8 +112,8 @@ def _unload(encoder: Any) -> None:
 
 
 def _add_differences(base: Base, net: nn.Module, file: Path, weight: float) -> int:
-    """Add differences of whole weights to a network; names those that have no place in it. Returns
-    how many were added."""
+    """Add full weight differences to a network; reports those that match nothing in it. Returns how
+    many were added."""
     listed = differences(keys(file))
     if not listed:
         return 0
@@ -141,7 +141,7 @@ def _add_differences(base: Base, net: nn.Module, file: Path, weight: float) -> i
 def _places(
     base: Base, parameters: Mapping[str, Tensor], key: str, change: Tensor
 ) -> dict[str, Tensor]:
-    """Return the parts of a difference by the parameters that they change; {}: it has no place."""
+    """Return the parts of a difference by the parameters that they change; {}: no match."""
     ending = next(each for each in DIFFERENCES if key.endswith(each))
     stem = key.removesuffix(ending)
     if stem.startswith(FLAT):
@@ -150,7 +150,7 @@ def _places(
         return _fitting(parameters, {name: change} if name else {})
     prefix = next((each for each in PREFIXES if stem.startswith(each)), "")
     stem = stem.removeprefix(prefix)
-    # a parameter without a module of its own is called by its whole name
+    # a parameter without its own module has its full name
     for original in (f"{stem}.{DIFFERENCES[ending]}", stem):
         for names in ({original: change}, _renamed(base, original, change)):
             if fitting := _fitting(parameters, names):
@@ -159,27 +159,27 @@ def _places(
 
 
 def _renamed(base: Base, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Name a tensor of the original network as diffusers' converter does; {} where it cannot."""
+    """Convert a tensor of the original network by diffusers' converter; {} where it cannot."""
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     kind = base.networks[base.part].__name__
     convert = SINGLE_FILE_LOADABLE_CLASSES.get(kind, {}).get("checkpoint_mapping_fn")
     try:
         return dict(convert({name: tensor.clone()})) if convert else {}
-    except Exception:  # many converters expect a whole model, and fail in many ways on a part
+    except Exception:  # many converters expect a whole model, and raise various errors on a part
         return {}
 
 
 def _fitting(parameters: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the changes, {} unless all are of parameters of their shape."""
+    """Return the changes; {} unless all match parameters in name and shape."""
     fits = all(n in parameters and parameters[n].shape == t.shape for n, t in names.items())
     return dict(names) if fits else {}
 
 
 @torch.no_grad()
 def begin(base: Base, net: Any, file: Path) -> None:
-    """Begin with a LoRA file: as the adapter of a network that has one, whose ranks it fits, else
-    merged into its weights. UserError where it does not fit."""
+    """Start from a LoRA file: as the network's adapter, if it has one of the same ranks, else
+    merged into its weights. UserError where it does not match."""
     if not getattr(net, "peft_config", None):
         merge(base, net, file, 1.0)
         return
@@ -205,7 +205,7 @@ def begin(base: Base, net: Any, file: Path) -> None:
 
 
 def lora_at(path: Path) -> Path | None:
-    """Return the LoRA file that a path is, or that diffusers wrote into it, or the folder itself
+    """Return the LoRA file at a path: the path itself, diffusers' file in it, or the folder itself
     where it has files of two experts; None: there is none."""
     inner = path / "pytorch_lora_weights.safetensors"
     if path.suffix == ".safetensors" and path.is_file():
@@ -219,8 +219,8 @@ def lora_at(path: Path) -> Path | None:
 
 
 def by_part(adapter: Path, base: Base) -> dict[str, Path]:
-    """Return the LoRA files of a path by the part of the model that each is for: of a model with
-    two experts by folders of their names, or by "high" and "low" (noise) in the names of files."""
+    """Return the LoRA files of a path by the model part each is for: with two experts by folders
+    named after them, or by "high" and "low" (noise) in the file names."""
     if len(base.networks) == 1:
         return {base.part: single(adapter)}
     if any((adapter / part).is_dir() for part in base.networks):
@@ -241,13 +241,13 @@ def by_part(adapter: Path, base: Base) -> dict[str, Path]:
 
 
 def _expert(file: Path) -> str | None:
-    """Tell which of two experts a file is for, by its name; None where that does not say."""
+    """Tell which of two experts a file is for, by its name; None where it is unclear."""
     names = {match.lower() for match in HIGH_OR_LOW.findall(file.stem)}
     return EXPERTS[names.pop()] if len(names) == 1 else None
 
 
 def single(adapter: Path) -> Path:
-    """Return the one LoRA file that a path is. UserError where there are several or none."""
+    """Return the only LoRA file at a path. UserError where there are several or none."""
     if not adapter.is_dir():
         return adapter
     files = sorted(adapter.glob("*.safetensors"))
@@ -262,8 +262,8 @@ def single(adapter: Path) -> Path:
 
 
 def start(policy: Any, lora: Path) -> None:
-    """Give a policy the change of a LoRA file, or of a folder with those of two experts. Raises
-    UserError where the policy or the file is not for that."""
+    """Apply a LoRA file to a policy, or a folder with files of two experts. Raises UserError where
+    policy or file do not support it."""
     if not isinstance(policy, StartsFromLora) or len(policy.parts) > 1:
         raise UserError(f"{lora} is a LoRA for one network of a model of diffusers")
     base = Base.of(policy.place)

@@ -1,8 +1,8 @@
-"""Says how ComfyUI and kohya's sd-scripts name the modules of a network that diffusers names
-otherwise, so that adapters can be written for them.
+"""Maps module names of diffusers' networks to those of ComfyUI and kohya's sd-scripts, to write
+adapters for them.
 
-Only forms that diffusers can read back are written: whatever is written is read again by
-``lora_files`` and compared.
+Only formats that diffusers can read back are written: ``lora_files`` reads every file again and
+compares.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 Format = Literal["diffusers", "comfyui", "kohya"]
 FORMATS: tuple[Format, ...] = ("diffusers", "comfyui", "kohya")
-# diffusers' names of the parts of a module of the original network, joined along its outputs
+# diffusers' names of the parts of an original module, joined along its outputs
 Rule = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Locates a module of diffusers' network in the original one: module ``name``, of whose outputs
-    it makes the part ``index`` of those that ``parts`` make."""
+    """Locates a diffusers module in the original network: part ``index`` of ``parts`` of the
+    outputs of module ``name``."""
 
     name: str
     index: int = 0
@@ -30,8 +30,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Names:
-    """Names modules as the original network does. ``rules``: from the original's names to
-    diffusers', ``{}`` being a block's number; ``same``: a pattern of names that both share."""
+    """Names modules as the original network does. ``rules``: original name to diffusers' name,
+    ``{}`` being a block's number; ``same``: a pattern of names that both share."""
 
     rules: tuple[Rule, ...] = ()
     same: str = ""
@@ -50,11 +50,11 @@ class Names:
 
 @dataclass(frozen=True)
 class SgmNames(Names):
-    """Names the attention blocks of SDXL's U-Net as its authors do, which sd-scripts keeps."""
+    """Names the attention blocks of SDXL's U-Net as the original code and sd-scripts do."""
 
     def place(self, module: str, config: Mapping[str, Any]) -> Place | None:
         """Return the place of a module of an attention block; None for all others."""
-        layers = int(config["layers_per_block"]) + 1  # a block's layers, and what resizes
+        layers = int(config["layers_per_block"]) + 1  # a block's layers and its resampling
         match = re.fullmatch(r"(down|up)_blocks\.(\d+)\.attentions\.(\d+)\.(.+)", module)
         if match:
             way, block, layer, rest = match.groups()
@@ -71,8 +71,8 @@ class SgmNames(Names):
 
 @dataclass(frozen=True)
 class Family:
-    """Says which forms there are for the pipelines of a family. ``whole``: modules of a block that
-    diffusers' reader of kohya's form expects in every block. ``one_alpha``: it mistakes alphas that
+    """The formats supported for the pipelines of a family. ``whole``: modules of a block that
+    diffusers' reader of kohya's form expects in every block. ``one_alpha``: it misreads alphas that
     differ between modules. ``texts``: kohya's prefixes of the text encoders that the pipeline loads
     adapters into, in their order."""
 
@@ -84,7 +84,7 @@ class Family:
 
 
 def _each(original: str, block: str, pairs: Mapping[str, str | Sequence[str]]) -> tuple[Rule, ...]:
-    """Make the rules of a kind of block."""
+    """Build the rules of a block type."""
     listed = {
         name: (parts,) if isinstance(parts, str) else tuple(parts) for name, parts in pairs.items()
     }
@@ -198,11 +198,11 @@ WAN_PICTURE = {"cross_attn.k_img": "attn2.add_k_proj", "cross_attn.v_img": "attn
 WAN = Names(_each("blocks", "blocks", WAN_BLOCK | WAN_PICTURE))
 ALL = Names(same=".")
 WAN_FAMILY = Family(WAN, WAN, whole=tuple(WAN_BLOCK.values()))
-FLUX_FAMILY = Family(kohya=FLUX, texts=("lora_te1",))  # lora_te3 is T5, which diffusers leaves
+FLUX_FAMILY = Family(kohya=FLUX, texts=("lora_te1",))  # lora_te3 is T5, which diffusers skips
 SD_FAMILY = Family(kohya=ALL, one_alpha=True, texts=("lora_te",))
 QWEN_FAMILY = Family(ALL, ALL)
 
-# diffusers' pipelines -> forms that their own readers know
+# diffusers' pipelines -> formats that their readers support
 FAMILIES: dict[str, Family] = {
     "StableDiffusionPipeline": SD_FAMILY,
     "LatentConsistencyModelPipeline": SD_FAMILY,

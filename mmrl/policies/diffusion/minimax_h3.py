@@ -1,5 +1,5 @@
-"""Gives MiniMax H3's blocks the form of the others: they pack one prompt into one sequence, so
-their latents have no row for a sample, and their scheduler calls 1 - sigma the time.
+"""Adapts MiniMax H3's blocks to the common interface: they pack one prompt into one sequence, so
+their latents have no batch dimension, and their scheduler uses 1 - sigma as time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 SCHEDULER = "MiniMaxH3Scheduler"
-REFERENCES = "ref2va"  # blocks for references, which are no plain values, with a network of theirs
+REFERENCES = "ref2va"  # blocks for references, which are no plain values, with a second network
 
 
 def is_h3(scheduler: Any) -> bool:
@@ -18,14 +18,14 @@ def is_h3(scheduler: Any) -> bool:
 
 
 def without_references(blocks: list[Any]) -> None:
-    """Leave out the branches that read references, and so the second network, of 62 GB."""
+    """Drop the branches that read references, and with them the second network, of 62 GB."""
     for block in blocks:
         if REFERENCES in block.sub_blocks:
             block.sub_blocks.pop(REFERENCES)
 
 
 def keep_one_layer(pipe: Any) -> None:
-    """Let the text encoder return the one layer that the blocks read: a cache would keep all."""
+    """Make the text encoder return only the layer that the blocks read: a cache would keep all."""
     from transformers.modeling_outputs import BaseModelOutput
 
     model = reader(pipe.text_encoder)

@@ -1,9 +1,9 @@
-"""Loads modular pipelines of diffusers, and gives them the form of the others: a call with named
-arguments, a step that prepares latents, blocks that gradients go through.
+"""Loads modular diffusers pipelines and adapts them to the interface of standard ones: a call with
+named arguments, a step that prepares latents, differentiable blocks.
 
-A modular pipeline is a tree of blocks that hand a state on; several models of 2026 (FLUX.3, Anima,
-MiniMax H3) have no other form. Its blocks turn gradients off one by one, draw the first latents in
-one of them, and take guidance from a component, the guider.
+A modular pipeline is a tree of blocks that pass on a state; several models of 2026 (FLUX.3, Anima,
+MiniMax H3) exist in no other form. Each block disables gradients, one draws the initial latents,
+and guidance comes from a component, the guider.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from mmrl.policies.diffusion.library_objects import override
 from mmrl.policies.diffusion.self_stepping import by_scheduler
 
 INDEX = "modular_model_index.json"
-MEDIA = ("images", "videos")  # what blocks call what they decode
+MEDIA = ("images", "videos")  # names of decoded outputs
 SOUND = "audio"
 GUIDANCE = "guidance_scale"
-# what else a guider of videos with sound can be told; its sound has a guider of its own
+# further options of a guider of videos with sound; the sound has a separate guider
 RESCALE = "guidance_rescale"
 FURTHER = ("stg_scale", "modality_scale", RESCALE)
 STG_BLOCKS = "spatio_temporal_guidance_blocks"
-# the states that blocks make before their loop, and the methods that pipelines of the other form
-# make them by
+# states that blocks compute before their loop, and the corresponding methods of standard pipelines
 STATES = {"latents": "prepare_latents", "audio_latents": "prepare_audio_latents"}
-# what a block says of itself, which diffusers puts together anew in every call
+# a block's descriptions of itself, which diffusers rebuilds on every access
 DECLARED = ("inputs", "required_inputs", "intermediate_outputs")
 
 
 def is_modular(place: str) -> bool:
-    """Tell whether a folder or hub id holds a modular pipeline and no other form of it."""
+    """Tell whether a folder or hub id holds only a modular pipeline."""
     folder = Path(place)
     if folder.exists():
         return (folder / INDEX).is_file() and not (folder / "model_index.json").is_file()
@@ -54,7 +53,7 @@ def is_modular(place: str) -> bool:
     try:
         return file_exists(place, INDEX) and not file_exists(place, "model_index.json")
     except (HfHubHTTPError, OSError, ValueError):
-        return False  # loading says what is wrong
+        return False  # loading reports the error
 
 
 def read_index(place: str) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def read_index(place: str) -> dict[str, Any]:
 
 
 def check_index(index: dict[str, Any], path: str) -> None:
-    """Refuse a folder whose pipeline, blocks or parts are not of the installed libraries."""
+    """Reject a folder whose pipeline, blocks or parts are not from the installed libraries."""
     import diffusers
 
     kinds = {
@@ -91,9 +90,9 @@ def load(
     skip_blocks: Sequence[str],
     make: Any = None,
 ) -> Any:
-    """Load a modular pipeline in the form that a replay takes, without the blocks of these names
-    and what only they need; with ``make`` (``pipeline_folder.Make``) parts that have weights are
-    made by it."""
+    """Load a modular pipeline in the form that a replay takes, without the named blocks and parts
+    that only they need; with ``make`` (``pipeline_folder.Make``) parts that have weights are made
+    by it."""
     import diffusers
 
     cls = getattr(diffusers, index["_class_name"])
@@ -125,10 +124,10 @@ def load(
 
 
 def _blocks(cls: Any, kind: Any, skipped: Sequence[str]) -> Any:
-    """Make the tree of blocks of a pipeline, without those of these names."""
+    """Build the tree of blocks of a pipeline, without the named ones."""
     import diffusers
 
-    # of a class that says nothing where blocks were put together by hand
+    # without block classes the pipeline was assembled by hand
     blocks = kind() if kind.block_classes else None
     blocks = blocks or getattr(diffusers, cls.default_blocks_name)()
     blocks = deepcopy(blocks)  # the inner ones belong to the library's module
@@ -157,7 +156,7 @@ def _made(pipe: Any, dtypes: dict[str, torch.dtype], make: Any) -> dict[str, Any
 
 
 def save(pipeline: Any, place: str, parts: dict[str, Any], folder: Path) -> None:
-    """Write a complete modular folder with these parts in place of its own."""
+    """Write a complete modular folder with these parts instead of its own."""
     pipe = pipeline(pretrained_model_name_or_path=place)
     names = [name for name in pipe.pretrained_component_names if name not in parts]
     pretrained.load_components(pipe, names)
@@ -166,8 +165,8 @@ def save(pipeline: Any, place: str, parts: dict[str, Any], folder: Path) -> None
 
 
 def adapted(pipe: Any) -> Any:
-    """Give a modular pipeline a call with named arguments and a ``prepare_latents``, and let
-    gradients through its blocks."""
+    """Add to a modular pipeline a call with named arguments and ``prepare_latents``, and make its
+    blocks differentiable."""
     for block in tree(pipe._blocks):
         _let_gradients_through(block)
         if hasattr(block, "set_progress_bar_config"):
@@ -216,7 +215,7 @@ def written(block: Any) -> list[str]:
 
 
 def _signature(pipe: Any) -> inspect.Signature:
-    """Write the inputs of the blocks as arguments, and the guider's scale as one of them."""
+    """Build the call's signature from the inputs of the blocks and the guider's scale."""
     only = Parameter.KEYWORD_ONLY
     parameters = [Parameter("self", Parameter.POSITIONAL_ONLY)]
     for entry in pipe._blocks.inputs:
@@ -270,8 +269,8 @@ def _called(pipe: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _guide(pipe: Any, chosen: dict[str, Any]) -> None:
-    """Tell the guiders what a call says of guidance, which is taken out of ``chosen``. A sound is
-    guided as its video where nothing else is said, but rescaled as its own guider says, both as in
+    """Set the guiders to a call's guidance arguments, which are removed from ``chosen``. Sound
+    takes the video's guidance scale by default, but its own guider's rescaling, both as in
     LTX2Pipeline."""
     sound = sound_guider_of(pipe)
     guiders = [("", guider_of(pipe)), ("audio_", sound)] if sound is not None else []
@@ -295,21 +294,21 @@ def _guide(pipe: Any, chosen: dict[str, Any]) -> None:
 
 
 def _let_gradients_through(block: Any) -> None:
-    """Take off the decorator that turns gradients off in a block's call."""
+    """Remove the decorator that disables gradients in a block's call."""
     override(block, __call__=inspect.unwrap(type(block).__call__))
 
 
 def _declare_once(blocks: list[Any]) -> None:
-    """Keep what blocks say of their inputs and outputs, which a replay would ask for in every step,
-    each block of all blocks inside it. Nothing is added to the tree or taken out any more."""
-    # all before any is kept: a block changes what the ones inside it have said
+    """Cache the inputs and outputs that blocks declare: a replay would query them in every step,
+    each block recursively. The tree must not change afterwards."""
+    # read all before caching any: a block changes what its inner blocks declare
     declared = [{name: getattr(block, name) for name in DECLARED} for block in blocks]
     for block, values in zip(blocks, declared, strict=True):
         override(block, **values)
 
 
 def _prepare_by_the_pipeline(block: Any, name: str, method: str) -> None:
-    """Let a method of the pipeline see, and replace, the first latents of this name in a call."""
+    """Let a method of the pipeline read and replace the initial latents of this name in a call."""
     cls = type(block)
     is_prepared = f"{name}_are_prepared"  # of a call's state
 

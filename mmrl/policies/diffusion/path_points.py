@@ -40,7 +40,8 @@ def decision(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
 
 
 def _places(latents: LatentPath, rows: Tensor, k: int) -> tuple[Any, Any]:
-    """Find where the states before and after decision k of the given rows are in their paths."""
+    """Find the indices of the states before and after decision k of the given rows in their
+    paths."""
     if latents.visit is None:
         return k, k + 1
     at = latents.visit[rows].to(latents.states.device)

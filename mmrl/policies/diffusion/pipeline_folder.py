@@ -1,5 +1,5 @@
-"""Loads and writes whole pipelines of diffusers of any class: only classes of the installed
-libraries, only safetensors."""
+"""Loads and writes complete diffusers pipelines of any class: only installed classes, only
+safetensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mmrl.policies.diffusion.modular_folder import is_modular
 
 # makes a part from its config file without loading its weights: (class, folder, subfolder, type)
 Make = Callable[[type, str, str, torch.dtype], nn.Module]
-DENOISERS = ("transformer", "unet")  # what pipelines call the network of their loop
+DENOISERS = ("transformer", "unet")  # pipelines' names of the denoising network
 
 
 def load(
@@ -37,10 +37,9 @@ def load(
     guardrail: bool = True,
     make: Make | None = None,
 ) -> tuple[str, Any, tuple[str, ...]]:
-    """Load a pipeline: its folder, itself, and the names of the networks of its loop; of a modular
-    one, without the blocks of these names; of Cosmos, with its guardrail or without; with ``make``,
-    parts that have weights are made by it. UserError for what is no pipeline of the installed
-    libraries."""
+    """Load a pipeline: its folder, itself, and the names of its denoising networks; a modular one
+    without the named blocks; Cosmos with or without its guardrail; with ``make``, parts that have
+    weights are made by it. UserError unless it is a pipeline of the installed libraries."""
     place = locate(path)
     refuse_file(place)
     local = Path(place).exists() or place.startswith((".", "/", "~"))
@@ -64,8 +63,8 @@ def load(
 
 
 def _frozen(pipe: Any, path: str) -> tuple[str, ...]:
-    """Freeze the networks of a pipeline but those of its loop, and name these. UserError where it
-    has none, or no scheduler."""
+    """Freeze a pipeline's networks except the denoising ones, and return the names of these.
+    UserError where it has none, or no scheduler."""
     modules = _modules(pipe)
     for name, module in modules.items():
         module.requires_grad_(name.startswith(DENOISERS)).eval()
@@ -117,7 +116,7 @@ def _classic(place: str, path: str, dtype: torch.dtype, guardrail: bool, make: M
 
 
 def _dtypes(index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Say in which type each part is loaded: what decodes, pictures or sounds, in float32."""
+    """Return the dtype of each part: decoders of images or audio stay in float32."""
     decoders = [part for part in index if decodes(part) or part == "vocoder"]
     return {"default": dtype} | dict.fromkeys(decoders, torch.float32)
 
@@ -125,7 +124,7 @@ def _dtypes(index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]
 def _made(
     index: dict[str, Any], place: str, dtypes: dict[str, torch.dtype], make: Make
 ) -> dict[str, Any]:
-    """Make the parts of a folder that have weights; those that its index leaves empty are None."""
+    """Make the parts of a folder that have weights; those that are empty in its index are None."""
     entries = {part: entry for part, entry in index.items() if isinstance(entry, list)}
     classes = {part: class_of(entry) for part, entry in entries.items()}
     return {part: None for part, entry in entries.items() if entry[0] is None} | {
@@ -136,12 +135,12 @@ def _made(
 
 
 def decodes(part: str) -> bool:
-    """Tell by its name whether a part of a pipeline decodes pictures or sounds."""
+    """Tell by its name whether a part of a pipeline decodes images or audio."""
     return "vae" in part or part in ("movq", "diffusion_decoder")
 
 
 def take_any_type(autoencoder: Any) -> None:
-    """Let an autoencoder convert what it is given to its own type: it stays in float32 where the
+    """Make an autoencoder convert its inputs to its own dtype: it stays in float32 where the
     pipeline computes in half precision, and not every pipeline converts."""
 
     def converted(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,14 +156,14 @@ def take_any_type(autoencoder: Any) -> None:
 
 
 def check_index(index: dict[str, Any], path: str) -> None:
-    """Refuse a folder whose classes are not those of the installed libraries: nothing else is
-    imported for it."""
+    """Reject a folder with classes from outside the installed libraries: nothing else is
+    imported."""
     import diffusers
 
     name = str(index.get("_class_name", ""))
     try:
         cls = getattr(diffusers, name, None) if name.isidentifier() else None
-    except RuntimeError as error:  # a package that it needs is there, and fails
+    except RuntimeError as error:  # a package that it needs is installed but fails
         reason = str(error).strip().splitlines()[-1]
         raise UserError(
             f"policy path {path!r}: {name} cannot be imported: {reason}; install what is missing"
@@ -190,7 +189,7 @@ def check_index(index: dict[str, Any], path: str) -> None:
 
 
 def encoders(pipe: Any, parts: tuple[str, ...]) -> list[nn.Module]:
-    """List the frozen networks of transformers, which read texts and pictures."""
+    """List the frozen transformers networks, which encode texts and images."""
     read = [
         module for name, module in _modules(pipe).items() if name not in parts and _reads(module)
     ]
@@ -207,7 +206,7 @@ def others(pipe: Any, parts: tuple[str, ...]) -> list[nn.Module]:
 
 
 def _reads(module: nn.Module) -> bool:
-    """Tell whether a network is one of transformers, which read texts and pictures."""
+    """Tell whether a network is a transformers one, which encodes texts or images."""
     return type(module).__module__.startswith("transformers.")
 
 
@@ -225,7 +224,7 @@ def decode_in_parts(pipe: Any, **enabled: bool) -> None:
 
 
 def media_of(output: Any, pipeline: str) -> Tensor:
-    """Return what a pipeline gave as images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1."""
+    """Convert a pipeline's output to images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1."""
     media = output if isinstance(output, Tensor) else None
     if isinstance(output, (list, tuple)) and output and isinstance(output[0], Tensor):
         media = torch.stack(list(output))
@@ -241,7 +240,7 @@ def media_of(output: Any, pipeline: str) -> Tensor:
 
 
 def on_white(media: Tensor) -> Tensor:
-    """Lay media [*, 4, H, W] in 0..1 with an opacity on white, as people see them; others stay."""
+    """Composite media with alpha [*, 4, H, W] in 0..1 on white; others stay."""
     if media.shape[-3] != 4:
         return media
     opacity = media[..., 3:, :, :]
@@ -249,14 +248,14 @@ def on_white(media: Tensor) -> Tensor:
 
 
 def rounding(media: Tensor) -> float:
-    """Return how far a pipeline may have moved each pixel of media in 0..1 by rounding them to 8
-    bits, as Cosmos does for its guardrail; 0: it has not."""
+    """Return the rounding error of media in 0..1 that a pipeline quantises to 8 bits, as Cosmos
+    does for its guardrail; 0: none."""
     levels = media * 255
     return 1 / 255 if bool((levels - levels.round()).abs().max() < 1e-3) else 0.0
 
 
 def export(pipeline: str, place: str, nets: dict[str, Any], folder: Path) -> None:
-    """Write adapters, in a folder for each of several networks, or the whole pipeline."""
+    """Write adapters, one folder per network if there are several, or the whole pipeline."""
     import diffusers
 
     cls = getattr(diffusers, pipeline)
@@ -276,6 +275,6 @@ def export(pipeline: str, place: str, nets: dict[str, Any], folder: Path) -> Non
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:
-    """List the parts that are networks; a guardrail, which says that it is one, works alone."""
+    """List the parts that are networks, except a guardrail, which also is a Module."""
     parts = pipe.components.items()
     return {name: part for name, part in parts if issubclass(type(part), nn.Module)}

@@ -1,8 +1,8 @@
-"""Gives families in diffusers' folder format what they share: parts and their classes, text
-encoders, export, latent sizes.
+"""Shared by families in diffusers' folder format: parts and their classes, text encoders, export,
+latent sizes.
 
-A family is a subclass that names its classes and says how texts are encoded, how its network is
-called, what shape its latents have and how they are decoded.
+A family is a subclass that names its classes and defines text encoding, the network call, the shape
+of latents and their decoding.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class FolderPolicy(
     network: ClassVar[str]
     autoencoder: ClassVar[str] = "AutoencoderKL"
     part: ClassVar[str] = "transformer"  # of the folder that is trained
-    also: ClassVar[tuple[str, ...]] = ()  # further pipelines whose folders load
-    scheduler_class = "FlowMatchEulerDiscreteScheduler"  # in diffusers, whose times it takes
+    also: ClassVar[tuple[str, ...]] = ()  # other pipelines whose folders load
+    scheduler_class = "FlowMatchEulerDiscreteScheduler"  # in diffusers, for its time grid
     capabilities = replace(FlowPolicy.capabilities, makes="image")
     net: Any  # of diffusers, as its configuration
     size: tuple[int, int]  # pixels, [height, width]
-    decoding: int | None = None  # samples decoded at once last time; None: none yet
+    decoding: int | None = None  # samples per decoder pass last time; None: none yet
 
     def __init__(
         self,
@@ -95,20 +95,19 @@ class FolderPolicy(
     ):
         """Load a model folder. path: folder, hub id or world:NAME. size: pixels, one side or
         [height, width]. timestep_schedule: None is the folder's own scheduler. dtype: of the frozen
-        weights. text_encoder_placement: where they go after use. text_cache: encoded prompts.
-        attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA. compile:
-        the network's repeated blocks, by torch.compile; a text is the name of its backend.
-        vae_tiling, vae_slicing: the autoencoder works on overlapping tiles of a sample, and on one
-        sample after another, as diffusers' pipelines offer. quantization: the frozen weights of the
-        network's blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters. scheduler: lcm samples in
-        few steps as diffusers' LCMScheduler and FlowMatchLCMScheduler, by predicting the data and
-        adding fresh noise, whatever sde_type, noise_level, noise_window and solver say: for
-        students of the objectives consistency and dmd; export writes that scheduler.
-        negative_prompt: what guidance leads away from, as the pipeline's; a row's own stands before
-        it."""
+        weights. text_encoder_placement: where they go after use. text_cache: number of cached
+        prompts. attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA.
+        compile: the network's repeated blocks, by torch.compile; a string names its backend.
+        vae_tiling, vae_slicing: the autoencoder processes overlapping tiles, or one sample at a
+        time, as in diffusers' pipelines. quantization: the frozen weights of the network's blocks
+        in 4 bits (nf4, fp4) or 8 (8bit), under adapters. scheduler: lcm samples in few steps as
+        diffusers' LCMScheduler and FlowMatchLCMScheduler, by predicting the data and adding fresh
+        noise, whatever sde_type, noise_level, noise_window and solver say: for students of the
+        objectives consistency and dmd; export writes that scheduler. negative_prompt: as the
+        pipeline's; a row's own takes precedence."""
         self.negative_prompt = negative_prompt
-        self.row_negatives = False  # whether prompts have negative prompts of their own
-        self.row_scales: tuple[str, ...] = ()  # guidance scales that prompts have of their own
+        self.row_negatives = False  # whether some prompts set a negative prompt
+        self.row_scales: tuple[str, ...] = ()  # guidance scales that prompts set
         attention_backends.check(attention)
         check_quantization(quantization, options.get("lora") is not None)
         self.place = diffusers_folder.resolve(path, self.pipeline, *self.also)
@@ -137,7 +136,7 @@ class FolderPolicy(
         self.texts = PromptCache(
             self.load_texts, self.encode_texts, text_encoder_placement, text_cache
         )
-        folder_grid = self.own_grid()  # read, and refused, whatever times are asked for
+        folder_grid = self.own_grid()  # read and validated, whatever times are requested
         super().__init__(net, timestep_schedule=timestep_schedule or folder_grid, **options)
         self.report.notes = schedulers.notes(self.place, self.process)
         self.quicken(attention, compile)
@@ -155,13 +154,12 @@ class FolderPolicy(
             self.attending.backend, ring_degree
         ):
             raise UserError(f"train.context_parallel: {why}")
-        if self.attending.backend == "auto":  # xformers cannot
+        if self.attending.backend == "auto":  # xformers is not supported
             self.attending.backend = "sdpa"
         context_parallel.split_sequences(self.net, ulysses_degree, ring_degree)
 
     def decode_in_parts(self, vae_tiling: bool, vae_slicing: bool) -> None:
-        """Turn on the memory-saving options of the autoencoder. UserError where it does not offer
-        them."""
+        """Turn on the memory-saving options of the autoencoder. UserError where it has none."""
         for name, enabled in (("tiling", vae_tiling), ("slicing", vae_slicing)):
             enable = getattr(self.vae, f"enable_{name}", None)
             if not enabled:
@@ -203,7 +201,7 @@ class FolderPolicy(
         return schedulers.flow_grid(schedulers.flow(self.place, few), self.handed)
 
     def handed(self, steps: int, config: Any) -> dict[str, Any]:
-        """Return what the pipeline hands to ``set_timesteps`` of the scheduler of a flow."""
+        """Return the pipeline's arguments to ``set_timesteps`` of a flow scheduler."""
         return {"num_inference_steps": steps}
 
     def tokens(self) -> int:
@@ -227,8 +225,8 @@ class FolderPolicy(
         return cond | {"uncond": self.negatives([self.negative_prompt])}
 
     def row_settings(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Take the size of prompts from now on, which is one, and return the guidance scales [P]
-        that they have of their own."""
+        """Set the size to that of the prompts, which is one, and return the guidance scales [P]
+        that they set."""
         sizes = {self.size_of(prompt) for prompt in prompts}
         if len(sizes) > 1:
             shown = ", ".join(f"{height} x {width}" for height, width in sorted(sizes))
@@ -244,8 +242,7 @@ class FolderPolicy(
         }
 
     def scales_in(self, prompts: list[Prompt]) -> tuple[str, ...]:
-        """Name the guidance scales that some of these prompts, or of those before, have of their
-        own."""
+        """Name the guidance scales that some of these or of earlier prompts set."""
         self.row_scales = tuple(
             name
             for name in (GUIDANCE, TRUE_CFG)
@@ -258,7 +255,7 @@ class FolderPolicy(
         return size or self.usual_size
 
     def resize(self, size: tuple[int, int]) -> None:
-        """Make samples of [height, width] pixels from now on. UserError where there are none."""
+        """Make samples of [height, width] pixels from now on. UserError for unsupported sizes."""
         if size == self.size:
             return
         before, self.size = self.size, size
@@ -269,7 +266,7 @@ class FolderPolicy(
             self.shape = self.latent_shape()
             raise
         self.media = replace(self.media, size=size)
-        self.decoding = self.pass_sizes.rows_that_fit = None  # samples of another size fit
+        self.decoding = self.pass_sizes.rows_that_fit = None  # how many fit depends on the size
         self.take_times()
 
     def _scales(self, point: Query) -> float | Tensor:
@@ -283,8 +280,8 @@ class FolderPolicy(
         return scales.view(-1, *[1] * len(self.shape))
 
     def scale_of(self, guidance: Tensor) -> Tensor:
-        """Return the scale w of classifier-free guidance for the argument of the pipeline's call,
-        which guides where that is above 1."""
+        """Return the scale w of classifier-free guidance for the pipeline's argument, which guides
+        where it is above 1."""
         return guidance.clamp_min(1)
 
     def embedded(self, cond: dict[str, Any], usual: float) -> Tensor | float:
@@ -313,10 +310,10 @@ class FolderPolicy(
             self.negatives(list(dict.fromkeys([self.negative_prompt, *self.negatives_of(prompts)])))
 
     reads: tuple[str, ...] = (NEGATIVE, GUIDANCE, SEED, SIZE)  # settings of a row
-    text_length: int | None = None  # tokens of the text encoders that have no limit of their own
+    text_length: int | None = None  # token limit of text encoders that have none
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Take all prompts, and say what is not read of them."""
+        """Take all prompts, and report what is not read of them."""
         self._check_settings(prompts)
         self.row_negatives |= any(NEGATIVE in prompt for prompt in prompts)
         texts = [text for prompt in prompts if isinstance(text := prompt.get("text"), str)]
@@ -330,8 +327,8 @@ class FolderPolicy(
         return super().admit(prompts)
 
     def _check_settings(self, prompts: list[Prompt]) -> None:
-        """Raise BrokenRows for rows with settings that cannot be meant."""
-        fits: dict[tuple[int, int], str] = {}  # sizes, and why there are no pictures of one
+        """Raise BrokenRows for rows with invalid settings."""
+        fits: dict[tuple[int, int], str] = {}  # sizes, and why one is not supported
         problems: dict[int, str] = {}
         for place, prompt in enumerate(prompts):
             try:
@@ -354,7 +351,7 @@ class FolderPolicy(
             raise BrokenRows(problems, len(prompts))
 
     def _size_problem(self, size: tuple[int, int]) -> str:
-        """Say why there are no pictures of a size that rows ask for; "" where there are."""
+        """Return why a size that rows ask for is not supported; "" where it is."""
         try:
             self.resize(size)
         except UserError as error:
@@ -365,7 +362,7 @@ class FolderPolicy(
         return attention_backends.computed(self, partial(super()._pass, x, t, cond, passes))
 
     def spaces(self) -> dict[str, Any]:
-        """Add what makes latents of pixels, as far as its configuration says."""
+        """Add the autoencoder's properties that its configuration states."""
         latents = super().spaces()["latents"]
         scales = {n: getattr(self.vae.config, n, None) for n in ("scaling_factor", "shift_factor")}
         return {"latents": {**latents, "autoencoder": type(self.vae).__name__, **scales}}
@@ -466,8 +463,8 @@ def vae_factor(vae: Any) -> int:
 
 
 def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
-    """Pad encodings [n, L, C] and their mask [n, L] (None: all are words) to a fixed length, so
-    that rows can be joined."""
+    """Pad encodings [n, L, C] and their mask [n, L] (None: no padding) to a fixed length, so that
+    rows can be joined."""
     mask = torch.ones(text.shape[:2], device=text.device) if mask is None else mask
     missing = max(length - text.shape[1], 0)
     text = nn.functional.pad(text, (0, 0, 0, missing))

@@ -1,4 +1,4 @@
-"""Remembers under a number what a replayed pipeline reads of each prompt, within bounds."""
+"""Keeps by id what a replayed pipeline reads of each prompt, within bounds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.prompt_videos import frames_of
 from mmrl.policies.vlm.media import shown_image
 
-PROMPTS = 1 << 14  # that a book remembers: more than an iteration has
-OPENED = 1 << 28  # bytes of pictures that stay open
+PROMPTS = 1 << 14  # kept by a book: more than an iteration has
+OPENED = 1 << 28  # bytes of images kept open
 
 
 class PromptBook:
-    """Numbers prompts by a digest of what is read of them, so that a number means the same in every
-    process, and reads a number again.
+    """Numbers prompts by a digest of what is read of them, so that an id means the same in every
+    process, and looks them up again.
 
-    A book belongs to a policy and goes with it. It keeps the fields of the last ``limit`` prompts
-    as they came, mostly paths of pictures, and ``opened`` bytes of pictures. A number that it does
-    not know is looked up in the books of other living policies: a teacher is asked about its
-    student's prompts.
+    A book belongs to a policy. It keeps the fields of the last ``limit`` prompts unchanged, mostly
+    paths of images, and ``opened`` bytes of images. Unknown ids are looked up in the books of other
+    living policies: a teacher scores its student's prompts.
     """
 
     living: ClassVar[WeakSet[PromptBook]] = WeakSet()
@@ -38,8 +37,8 @@ class PromptBook:
         videos: Mapping[str, int] | None = None,
         rate: float = USUAL_RATE,
     ):
-        """``pictures``: the arguments that are pictures, or lists of them; ``videos``: those that
-        are videos, and the frames that are taken of each, at ``rate`` a second."""
+        """``pictures``: the arguments that are images, or lists of them; ``videos``: those that are
+        videos, and the frames that are taken of each, at ``rate`` a second."""
         self.videos = videos or {}
         self.rate = rate
         self.pictures = (*pictures, *self.videos)
@@ -106,7 +105,7 @@ class PromptBook:
 
 
 def _bytes(value: Any) -> int:
-    """Count the bytes of a picture, or of several."""
+    """Count the bytes of one or several images."""
     if isinstance(value, (list, tuple)):
         return sum(map(_bytes, value))
     width, height = value.size

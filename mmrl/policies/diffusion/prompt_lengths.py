@@ -1,5 +1,5 @@
-"""Says before training what a model does not read of its prompts: words beyond what a text encoder
-takes, and columns that look like settings of a row."""
+"""Reports before training what a model ignores of its prompts: words beyond a text encoder's limit,
+and columns that look like row settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.core.types import Prompt
 from mmrl.policies.diffusion import diffusers_folder
 
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
-# what other programs read of a row, and pipelines of a call
+# row settings of other programs, and arguments of pipeline calls
 SETTINGS = (
     "negative_prompt",
     "negative",
@@ -25,8 +25,8 @@ SETTINGS = (
     "height",
     "width",
 )
-SHOWN = 40  # characters of what is cut off
-PART = 4096  # texts at once
+SHOWN = 40  # characters of the truncated text
+PART = 4096  # texts per tokenizer call
 
 
 def cut(
@@ -35,9 +35,8 @@ def cut(
     text_length: int | None,
     option: str = "policy option text_length",
 ) -> tuple[str, ...]:
-    """Return a sentence for each tokenizer of a folder that reads less than some of the texts:
-    CLIP's as many tokens as its position embeddings, others ``text_length``, which ``option``
-    sets."""
+    """Return a sentence for each tokenizer of a folder that truncates some of the texts: CLIP's at
+    its position embeddings, others at ``text_length``, which ``option`` sets."""
     if not texts:
         return ()
     index = diffusers_folder.index(place)
@@ -50,7 +49,7 @@ def cut(
 
 
 def limit_of(call: Mapping[str, Any], known: Mapping[str, Parameter]) -> int | None:
-    """Return the tokens that a pipeline's call reads of a prompt; None: what its tokenizer says."""
+    """Return a pipeline's maximum tokens of a prompt; None: its tokenizer's limit."""
     default = known["max_sequence_length"].default if "max_sequence_length" in known else None
     length = call.get("max_sequence_length", default)
     return length if isinstance(length, int) else None
@@ -102,8 +101,7 @@ def cut_by(
 
 
 def unread(prompts: Sequence[Prompt], read: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return a sentence on columns of prompts that look like settings of a row, and are none
-    besides those that are ``read``."""
+    """Return a sentence on columns of prompts that look like row settings but are not ``read``."""
     columns = sorted({key for prompt in prompts for key in prompt if isinstance(key, str)})
     similar = [
         key

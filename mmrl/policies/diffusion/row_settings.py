@@ -1,5 +1,5 @@
-"""Reads the settings that a row of the data may have of its own, by the names and numbers of a
-pipeline's call in diffusers: negative prompt, guidance scale, seed, size."""
+"""Reads per-row settings of the data, with names and values as in a diffusers pipeline call:
+negative prompt, guidance scale, seed, size."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def has(prompts: Sequence[Prompt], name: str) -> bool:
 
 
 def negative_of(prompt: Prompt) -> str:
-    """Return the negative prompt of a row; "": it has none. Raises UserError for what is no
-    text."""
+    """Return the negative prompt of a row; "": it has none. Raises UserError unless it is text."""
     value = prompt.get(NEGATIVE)
     if value is not None and not isinstance(value, str):
         raise _wrong(prompt, NEGATIVE, "a text")
@@ -87,15 +86,15 @@ def _wrong(prompt: Prompt, name: str, expected: str) -> UserError:
 
 @dataclass(frozen=True)
 class Seeded(Rng):
-    """Draws the first noise of rows with a seed as ``torch.Generator("cpu")`` does, which
-    pipelines are given: the n-th sample of a prompt has the seed's n-th draw."""
+    """Draws the initial noise of rows with a seed as pipelines do with a
+    ``torch.Generator("cpu")``: the n-th sample of a prompt has the seed's n-th draw."""
 
     seeds: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # row -> seed, draw
 
     @classmethod
     def of_prompts(cls, rng: Rng, prompts: Sequence[Prompt], copies: Copies, shared: bool) -> Rng:
         """Take the seeds of prompts, whose rows ``rng`` names; ``shared``: the samples of a prompt
-        begin with one noise, named by the prompt."""
+        share their initial noise, keyed by the prompt."""
         chosen = [seed_of(prompt) for prompt in prompts]
         if all(seed is None for seed in chosen):
             return rng
@@ -121,7 +120,7 @@ class Seeded(Rng):
 
 
 def _noise(seed: int, draw: int, shape: tuple[int, ...]) -> Tensor:
-    """Draw [*shape] from a seed for the time ``draw``, counted from 0."""
+    """Return draw number ``draw`` (from 0) of noise [*shape] from a seed."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(draw + 1):
         noise = torch.randn(shape, generator=generator)

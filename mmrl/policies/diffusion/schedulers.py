@@ -1,7 +1,7 @@
 """Reads ``scheduler_config.json`` of model folders for all families: which classes and keys are
 honoured, which must have one value, and the times that the folder's pipeline would set.
 
-Whatever is not in the tables is refused in a sentence; nothing is taken for something else.
+Whatever is not in the tables raises UserError; nothing is reinterpreted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHIFTS = {
 }
 SPACINGS = {"use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"}
 BETAS = {"beta_start", "beta_end", "beta_schedule", "trained_betas"}
-# what only a solver with a history reads, whose place Euler's or DDIM's step takes
+# keys read only by multistep solvers, which Euler's or DDIM's step replaces
 SOLVER = {
     "solver_order",
     "solver_type",
@@ -55,19 +55,19 @@ LEARNED = ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log", N
 
 
 class Known(NamedTuple):
-    """Says of a scheduler's class which keys are honoured or without effect, and which values the
-    others must have."""
+    """For a scheduler class: keys that are honoured or have no effect, and required values of the
+    others."""
 
     keys: set[str]
     fixed: dict[str, tuple[Any, ...]]
 
 
-TRAINED = {"num_train_timesteps": (1000,)}  # by which the networks of flows count time
+TRAINED = {"num_train_timesteps": (1000,)}  # the time scale of flow networks
 EULER = Known(
     SHIFTS | SPACINGS, TRAINED | {"invert_sigmas": (False,), "stochastic_sampling": (False,)}
 )
 FLOW_LCM = Known(
-    SHIFTS | SPACINGS | {"stochastic_sampling"},  # fresh noise in every step is what lcm does
+    SHIFTS | SPACINGS | {"stochastic_sampling"},  # fresh noise in every step, as lcm
     TRAINED | {"invert_sigmas": (False,), "scale_factors": (None,), "upscale_mode": ("bicubic",)},
 )
 FLOW_SOLVER = Known(
@@ -144,8 +144,8 @@ def read(place: str) -> dict[str, Any]:
 
 
 def flow(place: str, few: bool = False) -> Any:
-    """Return the folder's scheduler of a flow; ``few``: the one that samples it in few steps.
-    UserError where its times or steps are not known here."""
+    """Return the folder's flow scheduler; ``few``: its few-step counterpart. UserError where its
+    times or steps are not supported."""
     import diffusers
 
     config = read(place)
@@ -159,8 +159,8 @@ def flow(place: str, few: bool = False) -> Any:
 
 def discrete(place: str, kind: str, **settings: Any) -> Any:
     """Return the scheduler ``kind`` of diffusers, DDIM's or LCM's, with the settings of the
-    folder's own; ``settings`` are those that the pipeline changes. UserError for models of another
-    process."""
+    folder's own; ``settings`` are those that the pipeline changes. UserError for models trained on
+    another process."""
     import diffusers
 
     config = read(place) | settings
@@ -179,10 +179,10 @@ def discrete(place: str, kind: str, **settings: Any) -> Any:
 
 
 def flow_grid(scheduler: Any, handed: Callable[[int, Any], dict[str, Any]]) -> Grid:
-    """Return the times that a pipeline sets, by what it hands to ``set_timesteps`` for a number of
-    steps and the scheduler's configuration.
+    """Return the times that a pipeline sets, from its arguments to ``set_timesteps`` for a number
+    of steps and the scheduler's configuration.
 
-    Solvers in log(alpha / sigma) begin a little below 1; taken is exactly 1.
+    Solvers in log(alpha / sigma) start slightly below 1; exactly 1 is used here.
     """
     name = type(scheduler).__name__
 
@@ -210,18 +210,17 @@ def flow_grid(scheduler: Any, handed: Callable[[int, Any], dict[str, Any]]) -> G
 
 
 def stepwise(steps: int, **more: Any) -> dict[str, Any]:
-    """Return what pipelines hand over that set the times 1 ... 1 / steps themselves."""
+    """Return the arguments of pipelines that set the times 1 ... 1 / steps themselves."""
     return {"sigmas": torch.linspace(1, 1 / steps, steps, dtype=torch.float64).numpy(), **more}
 
 
 def own_spacing(steps: int, handed: dict[str, Any]) -> dict[str, Any]:
-    """Leave the times before the shift to a scheduler with flow sigmas of its own."""
+    """Leave the times before the shift to a scheduler that computes flow sigmas itself."""
     return {"num_inference_steps": steps, "mu": handed["mu"]}
 
 
 def shift_of(tokens: int, config: Any) -> float:
-    """Return ``mu``, the logarithm of the shift at a number of tokens, on the line between those
-    of the configuration."""
+    """Return ``mu``, the logarithm of the shift at a number of tokens, by linear interpolation."""
     low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     base, most = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (most - base) / (high - low)
@@ -246,7 +245,7 @@ def discrete_grid(scheduler: Any) -> Grid:
 
 
 def notes(place: str, process: Process) -> tuple[str, ...]:
-    """Say where steps of another kind than the folder's own are taken, for the run's log."""
+    """Report for the log where the sampler differs from the folder's own."""
     config = read(place)
     name = str(config.get("_class_name"))
     flows = isinstance(process, Flow)
@@ -259,7 +258,7 @@ def notes(place: str, process: Process) -> tuple[str, ...]:
 
 
 def _check(place: str, config: Mapping[str, Any], known: Mapping[str, Known], usual: str) -> None:
-    """Raise UserError for a class or a key that is not understood."""
+    """Raise UserError for an unsupported class or key."""
     name = str(config.get("_class_name"))
     if name not in known:
         raise UserError(f"{_file(place)}: {_unfit(name, known, usual)}")
@@ -325,8 +324,8 @@ def _parameters(cls: Any) -> dict[str, Any]:
 
 @cache
 def _words() -> frozenset[str]:
-    """Return the keys of all classes: files keep those of a class that was there before, which
-    diffusers leaves out too."""
+    """Return the keys of all classes: files may keep keys of an earlier class, which diffusers
+    ignores too."""
     import diffusers
 
     names = {*FLOWS, *DISCRETES, *FEW, "EDMDPMSolverMultistepScheduler", "EDMEulerScheduler"}

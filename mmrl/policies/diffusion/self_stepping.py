@@ -1,8 +1,8 @@
-"""Gives modular pipelines that step their latents by themselves a scheduler that does it, so that a
-replay can take its place.
+"""Gives modular pipelines that step their latents themselves a scheduler, so that a replay can
+replace it.
 
-Echo's blocks predict the data and add fresh noise in each step, as a flow's consistency model does:
-what FlowMatchLCMScheduler computes of the velocity (x - x_0) / sigma.
+Echo's blocks predict the data and add fresh noise in each step, like a flow consistency model: the
+same as FlowMatchLCMScheduler with the velocity (x - x_0) / sigma.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, cat
 from mmrl.policies.diffusion.library_objects import override
 
 LOOP = "EchoDenoiseLoopStep"  # sets the sigmas
-STEP = "EchoLoopAfterDenoiser"  # makes the next latents of the predicted data
+STEP = "EchoLoopAfterDenoiser"  # computes the next latents from the predicted data
 SOUND_SCHEDULER = "audio_scheduler"
-# latents, the data that are predicted of them, the scheduler that steps them
+# latents, the data predicted from them, the scheduler that steps them
 STATES = (
     ("latents", "predicted_video_x0", "scheduler"),
     ("audio_latents", "predicted_audio_x0", SOUND_SCHEDULER),
@@ -25,7 +25,7 @@ STATES = (
 
 
 def by_scheduler(pipe: Any, blocks: list[Any]) -> None:
-    """Let the blocks of a pipeline without a scheduler ask one, where they are known here."""
+    """Make the blocks of a pipeline without a scheduler use one, where they are supported."""
     from diffusers import FlowMatchLCMScheduler
 
     by_name = {type(block).__name__: block for block in blocks}
@@ -37,7 +37,7 @@ def by_scheduler(pipe: Any, blocks: list[Any]) -> None:
 
 
 def _with_times(cls: Any) -> Any:
-    """Make the call of a loop that sets the times of the schedulers, and takes its own of them."""
+    """Make the call of a loop that sets the schedulers' times and reads its own from them."""
 
     def call(block: Any, pipe: Any, state: Any) -> Any:
         sigmas = [float(sigma) for sigma in block.get_block_state(state).sigmas]
@@ -52,7 +52,7 @@ def _with_times(cls: Any) -> Any:
 
 
 def _step(block: Any, pipe: Any, block_state: Any, i: int, sigma: float) -> Any:
-    """Step the latents by the schedulers, but for those of a first frame, which is held."""
+    """Step the latents by the schedulers, except those of a fixed first frame."""
     for name, predicted, scheduler_name in STATES:
         held = block_state.first_frame_token_count if name == "latents" else 0
         latents: Tensor = getattr(block_state, name)

@@ -1,5 +1,5 @@
-"""Makes a model folder of diffusers out of one file that holds a network, or a whole pipeline, as
-Civitai and ComfyUI publish them; the configurations and what the file lacks come from a folder."""
+"""Makes a diffusers folder from a single file with a network or a whole pipeline, as on Civitai and
+for ComfyUI; configurations and missing parts come from a base folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mmrl.policies.diffusion.lora_files import Base
 
 ADAPTER = re.compile(
     r"lora|dora|lokr|hada_|oft_|\.diff(_b|_m)?$|\.[wb]_norm$"
-)  # in names of an adapter's file
-# how the tensors of parts are named where a file holds several
+)  # in tensor names of adapters
+# prefixes of parts in files with several
 PREFIXES = {
     "vae": ("first_stage_model.", "vae."),
     "text_encoder": ("cond_stage_model.", "conditioner.embedders.0.", "text_encoders.clip_l."),
@@ -35,7 +35,7 @@ def is_checkpoint(file: Path) -> bool:
 
 
 def parts_in(file: Path, base: Base) -> tuple[str, ...]:
-    """Name the parts of the base that a file holds: its network, and what has a known prefix."""
+    """Name the parts of the base that a file holds: its network, and parts with a known prefix."""
     names = weight_files.names(file)
     known = networks_of(diffusers_folder.index(base.place), base.place)
     further = [
@@ -47,7 +47,7 @@ def parts_in(file: Path, base: Base) -> tuple[str, ...]:
 
 
 def write(file: Path, base: Base, folder: Path) -> Path:
-    """Write a complete diffusers folder with the parts that a file holds, in the file's type, read
+    """Write a complete diffusers folder with the parts that a file holds, in the file's dtype, read
     by diffusers' own converters; everything else is copied from ``base``."""
     kind = weight_files.commonest(weight_files.types_of(file))
     if not Path(base.place).is_dir():

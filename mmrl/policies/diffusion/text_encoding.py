@@ -1,4 +1,4 @@
-"""Encodes prompts: each text once, kept on the CPU, after which the text encoders leave the
+"""Encodes prompts: each text once, cached on the CPU; the text encoders then leave the
 accelerator."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PromptCache:
     ``load`` returns the text pipeline; ``encode(pipeline, texts, device)`` a nest of tensors [n,
     *]. After every use the pipeline stays on the device ("keep"), goes to the CPU ("offload") or is
     dropped and loaded again for a text that was not encoded before ("release"). On the "cpu" it
-    encodes there, slowly, for cards on which it does not fit beside the network.
+    encodes there, slowly, for cards on which it does not fit along with the network.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Branches samples that share their first steps into trees (BranchGRPO, Li et al. 2025,
 arXiv:2509.06040).
 
-The leaves are the rows; ``span`` adjacent rows share a state. The first row of a span stands for
-all of it: its name is that of the state and of the edge that leads there.
+The leaves are the rows; ``span`` adjacent rows share a state. The first row of a span represents
+it: its name is that of the state and of the edge that leads there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Tree:
 
     splits: the steps at which every state gets ``factor`` children, or how many such steps, evenly
     spread. noise of siblings: independent; correlated, (xi_0 + scale xi_b) / sqrt(1 + scale^2) with
-    a common xi_0, which keeps every edge's density exact; or published, ``scale`` times the noise
-    that is scored, for comparison with the code only.
+    a common xi_0, which keeps every edge's density exact; or published, ``scale`` times the scored
+    noise, only for comparison with the published code.
     """
 
     splits: Sequence[Annotated[int, Ge(0)]] | Annotated[int, Ge(1)] = 4

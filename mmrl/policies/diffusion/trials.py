@@ -1,5 +1,4 @@
-"""Makes passes of a flow policy at states that nobody sampled, whose speed is measured before a
-run."""
+"""Makes trial passes of a flow policy at random states, to measure their speed before a run."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ def outputs(
     policy: Any, prompts: int, cond: dict[str, Any], rows: int, renoised: bool = False
 ) -> Tensor:
     """Return the means [rows, D] of decisions at the first step of paths, whose states are noise;
-    ``renoised``: of a state that an objective of finished samples would look at, without guidance.
+    ``renoised``: at a re-noised state, as objectives of finished samples use, without guidance.
 
-    ``cond``: the conditions of so many ``prompts``, which the rows take in turn.
+    ``cond``: the conditions of ``prompts`` prompts, which the rows take in turn.
     """
     row = torch.arange(rows, device=policy.device)
     group = row % prompts

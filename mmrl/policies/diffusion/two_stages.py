@@ -1,8 +1,8 @@
-"""Gives Kandinsky 2.2, whose prior makes an embedding of a prompt and whose decoder makes a picture
-of the embedding, the form of the other pipelines: a call that takes prompts.
+"""Adapts Kandinsky 2.2, whose prior maps a prompt to an embedding and whose decoder maps that to an
+image, to the common interface: a call that takes prompts.
 
-The decoder is trained. The prior is frozen, and samples one embedding for each row, with numbers
-that belong to the prompt and the row: it then is an encoder, whatever else is in a batch.
+The decoder is trained. The prior is frozen, and samples one embedding per row, with a random stream
+keyed by prompt and row, so it acts as an encoder that does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from mmrl.policies.diffusion.library_objects import override
 
 COMBINED = ("KandinskyV22CombinedPipeline",)
-DECODERS = ("KandinskyV22Pipeline",)  # the second stages alone
+DECODERS = ("KandinskyV22Pipeline",)  # only the second stages
 REMEMBERED = 1 << 14  # rows of prompts
-EMBEDDINGS = ("image_embeds", "negative_image_embeds")  # what the decoder takes of the prior
-# of the combined pipeline's call, for the prior; the default of its guidance is the library's
+EMBEDDINGS = ("image_embeds", "negative_image_embeds")  # the decoder's inputs from the prior
+# arguments of the combined pipeline for the prior; its guidance default is diffusers'
 SETTINGS = {"prior_guidance_scale": 4.0, "prior_num_inference_steps": 25}
-ROWS = "row_names"  # argument of a call that says which rows it is for
+ROWS = "row_names"  # call argument that names its rows
 TEXTS = ("prompt", "negative_prompt")
 
 
@@ -42,8 +42,8 @@ class Prior:
     def embeddings(
         self, prompts: list[tuple[str, str | None, int]], scale: float, steps: int, place: Any
     ) -> list[Tensor]:
-        """Return the embeddings [B, D] of prompts and of what the pictures shall not be like, of
-        (prompt, negative prompt, row) each."""
+        """Return the embeddings [B, D] of prompts and of negative prompts, for (prompt, negative
+        prompt, row) each."""
         rows = [self.embedding(*of_row, scale, steps, place) for of_row in prompts]
         if self.pipe.device.type != "cpu":
             self.pipe.to("cpu")
@@ -73,18 +73,19 @@ class Prior:
 
 
 def generator_of(text: str, row: int) -> torch.Generator:
-    """Make the generator of the numbers that belong to a row of a prompt."""
+    """Make the random generator of a row of a prompt."""
     digest = hashlib.sha256(f"{row} {text}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def is_combined(pipe: Any) -> bool:
-    """Tell whether a pipeline calls two others that are known here."""
+    """Tell whether a pipeline combines two supported others."""
     return type(pipe).__name__ in COMBINED
 
 
 def decoder_with_prior(pipe: Any) -> Any:
-    """Return the decoder of a combined pipeline, whose call takes prompts and asks the prior."""
+    """Return the decoder of a combined pipeline, with a call that takes prompts and runs the
+    prior."""
     prior, decoder = Prior(pipe.prior_pipe), pipe.decoder_pipe
     plain = inspect.unwrap(type(decoder).__call__)  # without the decorator that stops gradients
 
@@ -99,7 +100,7 @@ def decoder_with_prior(pipe: Any) -> Any:
         dtype = decoder.unet.dtype
         arguments |= {n: e.to(dtype) for n, e in zip(EMBEDDINGS, embeddings, strict=True)}
         image, *_ = plain(decoder, **arguments)
-        # the decoder scales pictures to 0..1 for PIL and numpy, not for torch
+        # the decoder scales images to 0..1 for PIL and numpy, not for torch
         return (image / 2 + 0.5 if arguments.get("output_type") == "pt" else image,)
 
     call.__signature__ = _signature(plain)  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""Knows the frames a second that published video models were trained on and are shown at, where no
-argument of their pipelines says it."""
+"""Frame rates that published video models were trained on and are shown at, where no argument of
+their pipelines gives it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ RATES = {
     "WanTransformer3DModel": 16.0,
     "WanVACETransformer3DModel": 16.0,
 }
-JOINED = 16.0  # of CogVideoX 1.5, whose tokens join frames
-# of Wan 2.2 TI2V and what is built on it, by the channels of its latents (Wan-Video/Wan2.2,
+JOINED = 16.0  # for CogVideoX 1.5, whose tokens span frames
+# of Wan 2.2 TI2V and derived models, by latent channels (Wan-Video/Wan2.2,
 # wan/configs/wan_ti2v_5B.py: sample_fps)
 TI2V = 24.0
 TI2V_CHANNELS = 48
 
 
 def rate_of(network: str, config: Any) -> float | None:
-    """Return the frames a second of a network's class; None for one that is not known."""
+    """Return the frame rate of a network's class; None if unknown."""
     if network == "CogVideoXTransformer3DModel" and config.patch_size_t:
         return JOINED
     if network == "WanTransformer3DModel" and config.out_channels == TI2V_CHANNELS:

@@ -1,5 +1,4 @@
-"""Computes the attention of networks that write images as tokens, by the kernel that a user
-chose."""
+"""Computes attention of image-token networks by the chosen kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
 
 Kernel = Annotated[Literal["auto", "xformers", "sdpa", "flash"], FREE_AT_RESUME]
-XFORMERS = "mmrl_xformers"  # our name among transformers' attentions
+XFORMERS = "mmrl_xformers"  # mmrl's name among transformers' attentions
 
 
 def available(kernel: Kernel) -> Kernel:
@@ -47,8 +46,8 @@ def attend(
     """Attend with queries [B, heads, n, D] to keys and values [B, heads or fewer, S, D]; returns
     [B, heads, n, D].
 
-    ``mask`` [B or 1, 1, n, S] is bool or added. xformers and flash are for passes without one; a
-    mask takes sdpa, whose kernel for masks on CUDA is that of xformers.
+    ``mask`` [B or 1, 1, n, S] is bool or additive. xformers and flash serve passes without a mask;
+    with one sdpa is used, whose CUDA kernel for masks is that of xformers.
     """
     shared = k.shape[1] != q.shape[1]
     if mask is None and kernel == "xformers":

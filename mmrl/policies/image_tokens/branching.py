@@ -1,5 +1,5 @@
-"""Draws images that begin alike: their first blocks are drawn once for several rows, which then
-continue separately."""
+"""Samples images that share a prefix: their first blocks are drawn once for several rows, which
+then continue separately."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def grow(
     at: int,
     images: int,
 ) -> Rollout:
-    """Sample the rows of ``group`` [B], where ``images`` neighbours share their first ``at``
+    """Sample the rows of ``group`` [B], where ``images`` adjacent rows share their first ``at``
     blocks.
 
-    The shared blocks are those the first neighbour would have alone. ``branch`` names the edges by
-    rows; a shared decision is in the mask of the first row.
+    The shared blocks are those the first row would have alone. ``branch`` names the edges by rows;
+    a shared decision is in the mask of the first row.
     """
     net = policy.net
     first = torch.arange(0, len(row), images, device=row.device)

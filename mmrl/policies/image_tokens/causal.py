@@ -1,5 +1,5 @@
-"""Gives image models on a transformers decoder what they share: reading prompts, decoding, scoring
-and recomputing."""
+"""Shared by image models on a transformers decoder: prefill, decoding, scoring and gradient
+checkpointing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CausalImageNet(ImageNet):
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, State]:
         return read(self.decoder, inputs, rows, self.layers)
 
-    moves = True  # the state's place is that of the next token; False: of the end of the text
+    moves = True  # the state's position is that of the next token; False: of the end of the text
 
     def columns(self, count: int) -> int:
         """Return how many tokens the decoder reads for ``count`` of the image."""

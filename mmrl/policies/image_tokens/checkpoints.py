@@ -39,8 +39,7 @@ def find(path: str) -> Path:
 
 def read(file: str | Path, within: Sequence[str] = ()) -> Published:
     """Read a ``.safetensors``, ``.pt`` or ``.pth`` file as name -> tensor; of a training script's
-    checkpoint what is ``within`` these keys. Names that wrappers put around a model's are taken
-    off."""
+    checkpoint the entry ``within`` these keys. Prefixes of wrappers are removed."""
     file = Path(file)
     if not file.is_file():
         raise UserError(
@@ -79,7 +78,7 @@ def count(weights: Published, pattern: str) -> int:
 
 
 def need(weights: Published, name: str, file: str | Path) -> Tensor:
-    """Return a tensor whose shape shows the architecture; UserError where the checkpoint has
+    """Return a tensor whose shape reveals the architecture; UserError where the checkpoint has
     none."""
     if name not in weights:
         raise UserError(f"{file} holds no {name}: it is another kind of checkpoint")

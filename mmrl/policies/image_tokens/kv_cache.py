@@ -1,5 +1,4 @@
-"""Caches keys and values of a known number of tokens: allocated whole at the start, written in
-place."""
+"""KV cache for a known number of tokens: preallocated and written in place."""
 
 from __future__ import annotations
 
@@ -37,11 +36,11 @@ class Rooms:
         return iter(self.layers)
 
     def back(self, rows: slice | Tensor, length: int) -> Rooms:
-        """Return these rows as they were after ``length`` tokens; a slice, in the same memory."""
+        """Return these rows, truncated to ``length`` tokens; a slice shares memory."""
         return Rooms([(k[rows], v[rows]) for k, v in self.layers], length)
 
     def causal_mask(self, place: slice, padding: Tensor | None) -> Tensor:
-        """Mask what each of the tokens at ``place`` may look at, [B or 1, 1, n, S] bool."""
+        """Mask what each of the tokens at ``place`` may attend to, [B or 1, 1, n, S] bool."""
         device = self.layers[0][0].device
         whole = torch.ones(place.stop - place.start, place.stop, dtype=torch.bool, device=device)
         past = whole.tril(place.start)[None, None]
@@ -62,7 +61,7 @@ class Rooms:
         return slice(first, self.length)
 
     def attention_mask(self, place: Place, padding: Tensor | None) -> Tensor | None:
-        """Mask what a token at ``place`` may look at, [B or 1, 1, 1, S] bool; None: every key
+        """Mask what a token at ``place`` may attend to, [B or 1, 1, 1, S] bool; None: every key
         passed.
 
         ``padding`` [B, n] bool is False where one of the first n tokens of a row is padding.
@@ -82,7 +81,7 @@ class Rooms:
 
 def put(room: KV, k: Tensor, v: Tensor, place: Place) -> KV:
     """Write [B, heads, n, D] each at ``place`` and return the keys and values to attend to: up to
-    there, or the whole room."""
+    there, or the whole buffer."""
     if isinstance(place, slice):
         room[0][:, :, place], room[1][:, :, place] = k, v
         return room[0][:, :, : place.stop], room[1][:, :, : place.stop]
@@ -92,7 +91,7 @@ def put(room: KV, k: Tensor, v: Tensor, place: Place) -> KV:
 
 
 def _wide(read: Tensor, rows: Tensor, size: int) -> Tensor:
-    """Append zeros, since a masked weight of 0 times uninitialised memory need not be 0."""
+    """Append zeros: a masked weight of 0 times uninitialised memory may be NaN."""
     wide = read.new_zeros(len(rows), read.shape[1], size, read.shape[3])
     wide[:, :, : read.shape[2]] = read[rows]
     return wide

@@ -1,4 +1,4 @@
-"""Defines what a network of image tokens offers: passes of sampling, one teacher-forced pass, and
+"""Defines the interface of image-token networks: sampling passes, one teacher-forced pass, and
 guided log-probs of both."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ImageNet(nn.Module, ABC):
     hidden: int  # H
     stopgrad = False  # no gradient through the unconditional logits
     kernel: Kernel = "sdpa"  # of attention
-    fixed = False  # passes of sampling have one shape each: for compiled ones
+    fixed = False  # sampling passes have fixed shapes, for compilation
     # the layers' pass for one token, which may be compiled; None: there is none
     token: Callable[..., Tensor] | None = None
 
@@ -45,8 +45,8 @@ class ImageNet(nn.Module, ABC):
         return getattr(self, work)(*arguments)
 
     def compile_token(self, backend: str = "inductor") -> None:
-        """Compile one token's pass to one graph, on CUDA replayed without the host, for fixed
-        shapes. Raises UserError where there is no such pass or backend."""
+        """Compile one token's pass to one graph, on CUDA a CUDA graph, for fixed shapes. Raises
+        UserError where there is no such pass or backend."""
         if self.token is None:
             raise UserError(
                 "policy option compile: this model draws many tokens in a pass; leave it false"
@@ -83,8 +83,8 @@ class ImageNet(nn.Module, ABC):
 
     @abstractmethod
     def back(self, state: Any, rows: slice | Tensor, count: int, ids: Tensor) -> Any:
-        """Return the state of these rows as it is when they have read ``count`` blocks of ids [B',
-        T] and no more; ``state`` has been extended. A slice of rows stays in the same memory."""
+        """Return the extended ``state`` of these rows, truncated to ``count`` blocks of ids [B',
+        T]. A slice of rows shares memory."""
 
     @abstractmethod
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Samples and scores autoregressive image policies: tokens drawn block by block, scored together in
 one teacher-forced pass.
 
-A family says how prompts are encoded and images decoded, and brings a network (``ImageNet``).
+A family defines how prompts are encoded and images decoded, and provides a network (``ImageNet``).
 Guidance, temperature, top-k, top-p, chunks and randomness are here, once, and the same in sampling
 and in the score.
 """
@@ -45,18 +45,17 @@ from samplers.warp import Anneal, Warp
 
 
 class ImageTokenPolicy(TokenPolicy, Guided, NamesSpaces, Compiles, Exports):
-    """Writes images as tokens, block by block, and scores all of them in one teacher-forced pass.
+    """Samples images as tokens, block by block, and scores all of them in one teacher-forced pass.
 
-    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. anneal: what
-    the temperature is multiplied by, falling from block to block (EAD). adaptive_temperature: the
-    most that it rises for decisions of high entropy, and falls for those of low entropy, as a
-    share (HAPO). guidance_scale:
-    scale s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logprob_guidance: what
-    is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient
-    through the unconditional logits, "conditional" leaves guidance out of the score (a mismatch
-    most codes publish). attention: the kernel; auto is torch's own choice. compile: the pass for
-    one token as one graph (torch.compile), whose shapes never change, for GPUs; a text is the name
-    of its backend.
+    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. anneal: factor
+    of the temperature, falling from block to block (EAD). adaptive_temperature: largest relative
+    increase for decisions of high entropy, and decrease for those of low entropy (HAPO).
+    guidance_scale: scale s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none.
+    logprob_guidance: what is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the
+    same without gradient through the unconditional logits, "conditional" leaves guidance out of the
+    score (a mismatch most codes publish). attention: the kernel; auto is torch's own choice.
+    compile: the pass for one token as one graph (torch.compile), whose shapes never change, for
+    GPUs; a text is the name of its backend.
     """
 
     capabilities = replace(TokenPolicy.capabilities, makes="image", drafts=True)
@@ -123,7 +122,7 @@ class ImageTokenPolicy(TokenPolicy, Guided, NamesSpaces, Compiles, Exports):
             every = (heat for heat, n in zip(heats, self.net.turns, strict=True) for _ in range(n))
             self.warp = replace(self.warp, schedule=tuple(every))
         cond = self.encode(prompts)
-        # passes of one token allocate alike: two show what all need
+        # single-token passes allocate the same: two show the peak of all
         few = 2 if self.net.token else None
         size = self.pass_sizes.to_sample(
             len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try"), few)
@@ -203,8 +202,8 @@ class ImageTokenPolicy(TokenPolicy, Guided, NamesSpaces, Compiles, Exports):
         forced: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw the tokens [B, n] of a ``block`` from hidden states [B, n, H], with guidance [2B, n,
-        H]; ``scale`` [n], ``uniform`` [B, n]. ``forced`` [B, n]: those that are known already.
-        Returns as ``_decide`` does."""
+        H]; ``scale`` [n], ``uniform`` [B, n]. ``forced`` [B, n]: given tokens. Returns the same as
+        ``_decide``."""
         guided = self.guidance_scale != 1
         cond, *empty = hidden.chunk(2) if guided else (hidden,)
         features = beside(cond, empty[0], scale) if empty else cond
@@ -280,7 +279,7 @@ class ImageTokenPolicy(TokenPolicy, Guided, NamesSpaces, Compiles, Exports):
 
 
 class EncodedImagePolicy(ImageTokenPolicy, EncodesMedia):
-    """Writes images as tokens, into which it encodes pictures of others too."""
+    """Samples images as tokens, and encodes external images to tokens."""
 
     @torch.no_grad()
     def demonstrate(

@@ -1,6 +1,5 @@
-"""Begins images with what the weights of now accept of drafts (SPEC-RL): one pass reads the drafts
-whole, and every row is drawn from the first block of which a token is rejected, on that pass's keys
-and values."""
+"""Starts images with the accepted prefix of drafts (SPEC-RL): one pass reads the whole drafts, and
+every row is sampled from the first block with a rejected token on, reusing that pass's KV cache."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from samplers.warp import Warp
 
 
 class DrawsBlocks(Protocol):
-    """Defines what is asked of a policy of image tokens."""
+    """Defines what a policy of image tokens provides."""
 
     net: Any
     warp: Warp
@@ -38,7 +37,7 @@ class DrawsBlocks(Protocol):
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """Return what is recorded of every decision."""
+        """Return the recorded quantities of every decision."""
 
     def collate(self, cond: list[Inputs]) -> Inputs: ...
 
@@ -56,8 +55,8 @@ class DrawsBlocks(Protocol):
 
 
 class Reading:
-    """Holds drafts [B, T] that have been read in one pass; with guidance a row's unconditional one
-    follows it."""
+    """Holds drafts [B, T] that have been read in one pass; with guidance each row is followed by
+    its unconditional one."""
 
     def __init__(self, policy: DrawsBlocks, cond: list[Inputs], group: Tensor, ids: Tensor):
         unique, rows = group.unique(return_inverse=True)
@@ -73,11 +72,11 @@ class Reading:
         self.scale = sent(policy.scales(policy.guidance_scale), group.device)
 
     def each(self, ids: Tensor) -> Tensor:
-        """Return what belongs to rows for those of the network."""
+        """Repeat per-row values for the rows of the network."""
         return ids.repeat_interleave(2, 0) if self.guided else ids
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return the rows of the network that these rows are."""
+        """Return the network rows of these rows."""
         return torch.stack([2 * index, 2 * index + 1], 1).flatten() if self.guided else index
 
     def features(self, scored: bool) -> Tensor:
@@ -122,7 +121,7 @@ class Reading:
 
 
 class Drawn(NamedTuple):
-    """Holds the tokens of B rows, with what is recorded of them."""
+    """Holds the tokens of B rows, with their recorded quantities."""
 
     ids: Tensor  # [B, T] long
     logprob: Tensor  # [B, T]
@@ -132,7 +131,7 @@ class Drawn(NamedTuple):
         return Drawn(*(column[rows] for column in self))
 
     def put(self, block: slice, columns: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Put the tokens of a block in the first rows."""
+        """Set the tokens of a block in the first rows."""
         for whole, column in zip(self, columns, strict=True):
             whole[: len(column), block] = column.to(whole)
 
@@ -147,8 +146,8 @@ def speculate(
     drafts: Drafts,
     size: int,
 ) -> tuple[Rollout, Tensor]:
-    """Draw the rows of ``group`` [B], ``size`` at a time, from what is accepted of drafts, and
-    count it, [B]."""
+    """Sample the rows of ``group`` [B], ``size`` at a time, after the accepted prefixes of drafts;
+    also count accepted tokens, [B]."""
     parts = []
     for part in chunks(len(row), size):
         few = drafts.map(partial(_rows, part=part))
@@ -195,8 +194,8 @@ def _speculated(
 def _continued(
     reading: Reading, forced: Tensor, count: Tensor, uniform: Tensor, drawn: Drawn
 ) -> int:
-    """Draw every row from the first block that is not kept whole; return how many rows went through
-    the network. Rows join in the order of these blocks, which are all in step."""
+    """Sample every row from the first block that is not fully accepted; return how many rows went
+    through the network. Rows join in the order of these blocks, all in lockstep."""
     policy = reading.policy
     net = policy.net
     blocks = list(spans(net.turns))

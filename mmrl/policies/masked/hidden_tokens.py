@@ -1,4 +1,4 @@
-"""The distribution over hidden tokens, and over the choice of those that become final."""
+"""The distribution over masked tokens, and over the choice of those that are revealed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ class Hidden:
     [B, L], 0 elsewhere.
 
     ``noise`` [B, 1] is the temperature of the Gumbel noise on the confidence by which some were
-    chosen to stay (MaskGIT, Chang et al. 2022). Then a decision is [B, L, 2]: token, and rank in
-    the choice as ``samplers.unmask.ranked`` numbers them; without a choice (the last pass keeps
-    all) every rank is L or more. KL and entropy are those of the tokens: the choice's have no
-    closed form.
+    kept (MaskGIT, Chang et al. 2022). Then a decision is [B, L, 2]: token, and rank in the choice
+    as ``samplers.unmask.ranked`` numbers them; without a choice (the last pass keeps all) every
+    rank is L or more. KL and entropy are those of the tokens: the choice's have no closed form.
     """
 
     logits: Tensor  # [N, V]
     where: Tensor
     noise: Tensor | None = None
-    heat: Tensor | float = 1.0  # that logits are times where confidences are read, [N, 1]
+    heat: Tensor | float = 1.0  # factor of logits for confidences, [N, 1]
 
     def log_prob(self, decision: Tensor) -> Tensor:
         """Return the log-probs of token ids [B, L], or of tokens and their ranks [B, L, 2]."""

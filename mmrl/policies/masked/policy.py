@@ -1,11 +1,11 @@
-"""Samples and scores masked discrete diffusion: all tokens start hidden; every pass draws the
-hidden ones and makes some of them final.
+"""Samples and scores masked discrete diffusion: all tokens start masked; every pass draws the
+masked ones and keeps some of them.
 
 Three samplers. ``emerge`` reveals each hidden position independently of the model, so that the
 reveal order alone makes the likelihood of a trajectory exact. ``maskgit`` keeps the most confident
 tokens; the exact likelihood needs all tokens drawn in every pass and the Plackett-Luce probability
-of the choice. ``threshold`` keeps what is drawn with a probability above a threshold: which tokens
-these are follows from the draws, so all draws of every pass are the decisions, and nothing else is.
+of the choice. ``threshold`` keeps tokens drawn with a probability above a threshold: the choice
+follows from the draws, so the decisions are exactly all draws of every pass.
 """
 
 from __future__ import annotations
@@ -62,15 +62,14 @@ SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
 class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
     """Reveals tokens pass by pass, as masked diffusion models do.
 
-    steps: passes a sample. sampler: emerge, maskgit or threshold. threshold: of the probability of
-    a drawn token, above which the sampler of that name keeps it, and at least an even share of the
-    tokens in every pass. schedule: share of tokens hidden over the
-    passes. guidance_scale: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
-    logprob_guidance: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the
-    Gumbel noise of maskgit's choice, at the first and at the last pass. confidence: by which
-    maskgit and threshold choose, the probability under which a token was drawn (tempered) or that
-    at temperature 1 (untempered). anneal: what the temperature is multiplied by, falling from pass
-    to pass (EAD).
+    steps: passes per sample. sampler: emerge, maskgit or threshold. threshold: probability of a
+    drawn token above which the sampler of that name keeps it; every pass keeps at least an even
+    share of the tokens. schedule: share of masked tokens over the passes. guidance_scale: scale w
+    of classifier-free guidance on the logits, z_u + w (z_c - z_u). logprob_guidance: what is
+    scored, see FlowPolicy. temperature: of the tokens. choice: temperature of the Gumbel noise of
+    maskgit's choice, at the first and the last pass. confidence: by which maskgit and threshold
+    choose, the probability at the sampling temperature (tempered) or at temperature 1 (untempered).
+    anneal: factor of the temperature, falling from pass to pass (EAD).
     """
 
     # the rows of a group see different tokens in a pass
@@ -96,8 +95,8 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         blocks: int = 1,
         **options: Any,
     ):
-        """Divide the sample into ``blocks`` equal parts, finished one after the other, with ``steps
-        / blocks`` passes each."""
+        """Divide the sample into ``blocks`` equal parts, completed one after the other, with
+        ``steps / blocks`` passes each."""
         super().__init__(net, length, mask_id, **options)
         self.passes = steps
         self.turns = steps // blocks  # T passes a block
@@ -108,7 +107,7 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         self.sampler = sampler
         self.threshold = threshold
         self.least = unmask.evenly(self.block, self.turns)  # tokens kept in a pass (threshold)
-        self.chooses = sampler != "emerge"  # by its draws, which are all recorded
+        self.chooses = sampler != "emerge"  # chooses by its draws, which are all recorded
         self.noisy = sampler == "maskgit"
         if self.noisy and self.turns > 1 and min(self.noises[:-1]) <= 0:
             raise UserError(
@@ -137,7 +136,7 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         steps: list[tuple[Tensor, ...]] = []
         for step in range(self.passes):
             hidden = (order == self.passes) & (turn <= step) & (step < turn + self.turns)
-            if steps and self._idle(hidden):  # every row of this block is already sure
+            if steps and self._idle(hidden):  # every row of this block is already complete
                 steps.append(_nothing(steps[-1], hidden))
                 continue
             point = Query(
@@ -171,7 +170,7 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         )
 
     def _idle(self, hidden: Tensor) -> bool:
-        """Tell whether a pass would draw nothing, on any process where all make the same passes."""
+        """Tell whether a pass would draw nothing on any process, where all make the same passes."""
         if self.sampler != "threshold":
             return False
         working = bool(hidden.any())
@@ -193,7 +192,7 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         )  # [N, copies]
         logits = self._logits(distinct, self.guidance_scale)
         token, _ = drawn(logits, each)
-        scored = _gathered(logits, token)  # computed as scores are, to the bit
+        scored = _gathered(logits, token)  # computed as in scoring, bit-equal
         choice = sure = self._confidence(distinct, logits, token, scored)
         if self.logprob_guidance == "conditional" and self.guidance_scale != 1:
             plain = self._logits(distinct, 1.0)
@@ -225,12 +224,11 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         return _gathered(logits * heat, token)
 
     def _confidence_heat(self, point: Query) -> Tensor | float:
-        """Return what tempered logits are times where confidences are read, [N, 1] or 1."""
+        """Return the factor of tempered logits for confidences, [N, 1] or 1."""
         return self.temperature * self._heat(point) if self.untempered_choice else 1.0
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
-        """Rank what becomes final in this pass, [B, L], numbered as in
-        ``samplers.unmask.ranked``."""
+        """Rank the tokens kept in this pass, [B, L], numbered as in ``samplers.unmask.ranked``."""
         turn = step % self.turns
         if not self.chooses:
             new = unmask.emerge(uniform, hidden, self.rates, turn)
@@ -246,8 +244,7 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         return (torch.arange(self.length, device=rows.device) // self.block)[None]
 
     def _noise(self, step: int, rows: int) -> Tensor:
-        """Return the noise [B, 1] of the choice in this pass; any number where nothing is
-        chosen."""
+        """Return the noise [B, 1] of the choice in this pass; arbitrary where nothing is chosen."""
         return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
 
     def _rollout(self, rollout: Rollout, steps: list[tuple[Tensor, ...]]) -> Rollout:
@@ -291,7 +288,8 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
             )
 
     def _decided(self, proposals: Tensor) -> Tensor:
-        """Return what a pass decided, of proposals [B, L, 2]: tokens; with noise their ranks."""
+        """Return a pass's decisions, of proposals [B, L, 2]: tokens; with noise also their
+        ranks."""
         return proposals if self.noisy else proposals[..., 0]
 
     def _choice(self, step: int, rollout: Rollout) -> MaskPass:
@@ -312,7 +310,7 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         )
 
     def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
-        """Hide ``hide`` [B, L] of the final tokens again, scored at ``score`` (None: the hidden
+        """Mask ``hide`` [B, L] of the final tokens again, scored at ``score`` (None: the masked
         ones)."""
         mask = (hide if score is None else score) & rollout.mask.any(1)[:, None]
         if rollout.mask.shape == mask.shape:
@@ -367,7 +365,7 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         name = first_of_group(rollout) if shared else rollout.row_id
         rate = rng.uniform(name, (1,), step=0) if time is None else time[:, None]
         draw = rng.uniform(name, (self.length,), step=1)
-        # hide at least one token
+        # mask at least one token
         yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))
 
     def spaces(self) -> dict[str, Any]:
@@ -383,7 +381,7 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         return Hidden(logits, where, choice.temperature[:, None], heat)
 
     def _heated(self, step: int, rows: int) -> MaskPass:
-        """Describe a pass by what the temperature is multiplied by there."""
+        """Describe a pass by its temperature factor."""
         if not self.heats:
             return MaskPass()
         heat = torch.full((rows,), self.heats[step], dtype=self.dtype, device=self.device)
@@ -431,7 +429,7 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         )
 
     def empty(self, point: Query) -> Any:
-        """Look up the condition of the empty prompt, [1, *], or of that of every prompt [P, *]."""
+        """Look up the unconditional condition, [1, *], or one per prompt [P, *]."""
         return point.cond["uncond"]
 
     def _pass(
@@ -446,8 +444,8 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
         """Compute logits [N, V] at ``where`` [B, L] of ids [B, L], whose conditions are the
         ``rows`` [B] of cond [P, *].
 
-        With a ``scale`` ids are twice as many rows, the latter half unconditional, and logits are
-        guided. A family may do this in fewer operations than by ``logits``.
+        With a ``scale`` ids have twice as many rows, the second half unconditional, and logits are
+        guided. A family may override this by something faster than ``logits``.
         """
         z = self.logits(ids, rows_of(cond, rows)).to(self.dtype)
         if scale is None:
@@ -466,7 +464,7 @@ class MaskedDiffusion(LogitsPolicy, Guided, Remasks, NamesSpaces):
 
 
 def _nothing(step: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
-    """Record a pass in which nothing is hidden, shaped as the record of another."""
+    """Record a pass in which nothing is masked, shaped like the record of another."""
     decision, scored, _, _, values = step
     return (
         torch.zeros_like(decision),
@@ -478,8 +476,7 @@ def _nothing(step: tuple[Tensor, ...], hidden: Tensor) -> tuple[Tensor, ...]:
 
 
 def alike(group: Tensor) -> int:
-    """Count the adjacent rows that share a prompt, equal for all prompts; 1 where their numbers
-    differ."""
+    """Count the adjacent rows per prompt, if equal for all prompts; else 1."""
     group = on_host(group)
     size = int((group == group[0]).sum())
     same = len(group) % size == 0 and torch.equal(group, group[::size].repeat_interleave(size))

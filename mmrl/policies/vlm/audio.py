@@ -1,4 +1,4 @@
-"""Loads sounds of a prompt as a processor takes them: one channel at the model's own rate."""
+"""Loads a prompt's audio as a processor takes it: mono, at the model's sampling rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.core.types import Prompt
 from mmrl.policies.vlm.families import Family
 from mmrl.policies.vlm.media import where
 
-EXTRACTORS = ("feature_extractor", "audio_processor")  # what processors call what hears
+EXTRACTORS = ("feature_extractor", "audio_processor")  # processors' attributes for audio
 
 
 def audios_of(prompt: Prompt) -> list[Any]:
@@ -27,8 +27,8 @@ def audios_of(prompt: Prompt) -> list[Any]:
 
 
 def rate_of(processor: Any, family: Family, prompt: Prompt) -> int:
-    """Return how many numbers a second of sound the model hears. UserError for one that hears
-    nothing, or whose hearing was not tried."""
+    """Return the model's sampling rate in Hz. UserError for a model without audio input, or with
+    one that was never tried."""
     extractor = next((e for n in EXTRACTORS if (e := getattr(processor, n, None))), None)
     if extractor is None or not family.hears:
         raise UserError(
@@ -40,8 +40,8 @@ def rate_of(processor: Any, family: Family, prompt: Prompt) -> int:
 
 
 def open_audio(source: Any, rate: int, prompt: Prompt) -> np.ndarray:
-    """Open a sound, a file or the numbers themselves, as float32 [T] at ``rate`` a second. A
-    dictionary is that of data sets, ``array`` and ``sampling_rate``. Raises UserError naming the
+    """Open audio, a file or the samples themselves, as float32 [T] at ``rate`` Hz. A dictionary has
+    the keys of Hugging Face datasets, ``array`` and ``sampling_rate``. Raises UserError naming the
     prompt."""
     if isinstance(source, dict) and "array" in source:
         given_rate = source.get("sampling_rate", rate)
@@ -64,8 +64,8 @@ def open_audio(source: Any, rate: int, prompt: Prompt) -> np.ndarray:
 
 
 def with_audio_mask(encoded: dict[str, Any]) -> dict[str, Any]:
-    """Add the mask of a prompt's sounds where the processor leaves it out as all are of one length:
-    those of a batch need not be (Phi-4 multimodal)."""
+    """Add a prompt's audio mask where the processor omits it since all sounds have one length:
+    those of a batch may differ (Phi-4 multimodal)."""
     features = encoded.get("audio_input_features")
     if features is None or "audio_attention_mask" in encoded:
         return encoded
@@ -87,6 +87,6 @@ def _decoded(source: str | Path, rate: int, prompt: Prompt) -> np.ndarray:
         ) from error
     if not sum(part.shape[1] for part in parts):
         raise UserError(f"{where(prompt)}: the audio {str(source)!r} is empty")
-    # the mean of the channels: FFmpeg's own one would be louder
+    # the mean of the channels: FFmpeg's downmix would be louder
     mean: np.ndarray = np.concatenate(parts, 1).mean(0).astype(np.float32)
     return mean

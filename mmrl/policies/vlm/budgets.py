@@ -1,5 +1,5 @@
-"""Keeps prompts within their token budgets: images are scaled down, or prompts left out, by rule
-and with a report."""
+"""Keeps prompts within their token budgets: images are scaled down, or prompts dropped, and
+reported."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from mmrl.core.media.pictures import opened
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.media import Budgets, images_of, where
 
-TRIES = 12  # of smaller and smaller images
-STUCK = 3  # tries without effect, as with processors of fixed sizes and tiles
+TRIES = 12  # with ever smaller images
+STUCK = 3  # tries without effect, as with processors of fixed size or tiles
 SHOWN = 5  # rows named in a report
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts the tokens of a prompt: those that stand for images and frames, and all."""
+    """Counts the tokens of a prompt: those of images and frames, and all."""
 
     images: int
     tokens: int
 
 
 class TooLong(UserError):
-    """Signals a prompt above its budget that no scaling of images brings within it."""
+    """Signals a prompt that exceeds its budget however small its images."""
 
 
 class Shrink:
-    """Finds how much smaller the images of one prompt must be."""
+    """Searches the scale at which a prompt's images fit the budget."""
 
     def __init__(self, budgets: Budgets):
         self.budgets = budgets
         self.image_costs: list[int] = []
 
     def next(self, cost: Cost, shrinkable: bool, name: str) -> float:
-        """Return what to multiply pixels by after a try that cost this much; 1: it fits. Raises
-        TooLong."""
+        """Return the factor for pixels after a try of this cost; 1: it fits. Raises TooLong."""
         over = [
             (kind, used, limit)
             for kind, used, limit in (
@@ -96,7 +95,7 @@ def admit(
 
 @dataclass(frozen=True)
 class Admitted:
-    """Holds the admitted prompts, and sentences on what was changed or left out."""
+    """Holds the admitted prompts, and a report of changed and dropped ones."""
 
     prompts: list[Prompt]
     notes: tuple[str, ...]

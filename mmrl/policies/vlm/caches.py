@@ -1,6 +1,6 @@
-"""Builds caches for transformers' layers in which many rows continue one prompt: keys and values of
-attention, the states (``states.py``) of layers that keep one, and the pictures
-(``cross_attention_caches.py``) of layers that attend to these alone."""
+"""Builds transformers caches in which many rows continue one prompt: keys and values of attention,
+recurrent states (``states.py``), and the images of cross-attention layers
+(``cross_attention_caches.py``)."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from mmrl.policies.vlm.states import Kept, State
 
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, heads, S, D] each
 Memory = KV | State | Sight  # what one layer keeps
-# what a forward calls its cache: transformers renamed it
+# the forward argument for the cache: transformers renamed it
 RENAMED = tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24)
 NAME = "cache" if RENAMED else "past_key_values"
 ROOM = 32  # steps a growing cache reserves at once
 
 
 def passed(cached: Any) -> dict[str, Any]:
-    """Name a cache as transformers' models do, which are to use it."""
+    """Return a cache under the argument name that transformers' models use."""
     return {NAME: cached, "use_cache": True}
 
 
 class Recorded:
-    """Records a prompt: keeps what is computed first, and returns the same when it is recomputed
-    for the gradient."""
+    """Records a prompt: keeps what is computed first, and returns the same when gradient
+    checkpointing recomputes it."""
 
     keys: Tensor | None
     values: Tensor | None
 
     def get_seq_length(self) -> int:
-        return 0  # nothing stands before a prompt
+        return 0  # nothing precedes a prompt
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
         if self.keys is None:
@@ -49,8 +49,8 @@ class Recorded:
 
 
 class Continued:
-    """Continues prompts with answers scored in one pass: nothing is kept, so the pass can be
-    repeated for the gradient."""
+    """Continues prompts with answers scored in one pass: nothing is kept, so gradient checkpointing
+    can repeat the pass."""
 
     def __init__(self, keys: Tensor, values: Tensor):
         super().__init__()
@@ -67,13 +67,13 @@ class Continued:
 
 
 class Growing(Continued):
-    """Grows with sampled answers: written in place, with room for steps to come."""
+    """Grows with sampled answers: written in place, with room for later steps."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
         return _written(self.reserve(key_states.shape[-2]), key_states, value_states)
 
     def reserve(self, tokens: int) -> KV:
-        """Return keys and values with so many tokens more, which are to be written."""
+        """Return keys and values with room for that many more tokens."""
         end = self.length + tokens
         if end > self.keys.shape[-2]:
             room = end + max(ROOM, end // 4)
@@ -87,8 +87,8 @@ class Growing(Continued):
 
 
 class Reserved:
-    """Stands for transformers' cache in a compiled graph: every layer writes one more token into
-    the last of its columns, which are there already."""
+    """Replaces transformers' cache in a compiled graph: every layer writes one more token into its
+    last column, allocated before."""
 
     def __init__(self, columns: Sequence[KV]):
         self.columns = columns
@@ -103,8 +103,8 @@ class Reserved:
 
 
 class Behind:
-    """Stands for transformers' cache in a compiled graph: answers scored in one pass behind the
-    keys and values of their prompts."""
+    """Replaces transformers' cache in a compiled graph: answers scored in one pass after the keys
+    and values of their prompts."""
 
     def __init__(self, prompts: Sequence[KV]):
         self.prompts = prompts
@@ -143,14 +143,14 @@ def _layer(behaviour: type) -> Any:
 
 
 def recorded(layers: int) -> Any:
-    """Make an empty cache that keeps what a prompt's pass computes."""
+    """Make an empty cache that records a prompt's pass."""
     layer = _layer(Recorded)
     return _of([layer() for _ in range(layers)])
 
 
 def remembered(config: Any) -> Any:
-    """Make an empty cache that keeps what a prompt's pass through a text model of this
-    configuration computes, whatever each of its layers keeps."""
+    """Make an empty cache that records a prompt's pass through a text model of this configuration,
+    with any kind of layer."""
     attends = _layer(Recorded)
     pictures = cross_attention_caches.layers_of(config)
 
@@ -173,8 +173,7 @@ def growing(memories: Sequence[Memory], rows: Tensor) -> Any:
 
 
 def reserved(grown: Any) -> list[KV]:
-    """Return keys and values of every layer of a growing cache with one more token, which is to be
-    written."""
+    """Return keys and values of every layer of a growing cache with room for one more token."""
     return [layer.reserve(1) for layer in grown.layers]
 
 
@@ -187,8 +186,8 @@ def _continuing(attention: type, recurrent: type, memory: Memory, rows: Tensor) 
 
 
 def shortened(grown: Any, rows: slice | Tensor, length: int) -> Any:
-    """Make a cache of these rows of a growing one as it was after ``length`` tokens; of a slice, in
-    the same memory while that has room."""
+    """Make a cache of these rows of a growing one, truncated to ``length`` tokens; a slice shares
+    memory while there is room."""
     layer = _layer(Growing)
     cache = _of([layer(*(x[rows] for x in each.kv())) for each in grown.layers])
     for each in cache.layers:
@@ -209,7 +208,7 @@ def select(grown: Any, rows: Tensor) -> None:
 
 def refill(grown: Any, left: Tensor, memories: Sequence[Memory], rows: Tensor, width: int) -> None:
     """Keep ``left`` [B'] of a growing cache and add the prompts of ``rows`` [B''], all at the end
-    of ``width`` columns; what is cut off or added on the left is masked."""
+    of ``width`` columns; columns cut off or added on the left are masked."""
     for layer, prompt in zip(grown.layers, memories, strict=True):
         if isinstance(prompt, (State, Sight)):
             layer.state = layer.state.rows(left).beside(prompt.rows(rows))
@@ -232,7 +231,7 @@ def _at_end(x: Tensor, width: int) -> Tensor:
 
 
 def memories(filled: Any) -> list[Memory]:
-    """Return what every layer of a cache keeps."""
+    """Return the memory of every layer of a cache."""
     return [
         layer.state if isinstance(layer, (Kept, Seen)) else pair
         for layer, pair in zip(filled.layers, key_values(filled), strict=True)
@@ -240,8 +239,8 @@ def memories(filled: Any) -> list[Memory]:
 
 
 def key_values(filled: Any) -> list[KV]:
-    """Return the keys and values of every layer of a cache; of one that keeps none, since it reads
-    those of an earlier layer (Gemma 4), as many of no head."""
+    """Return the keys and values of every layer of a cache; a layer that keeps none, since it reads
+    those of an earlier one (Gemma 4), has as many of zero heads."""
     pairs: list[Any] = [
         (getattr(x, "keys", None), getattr(x, "values", None)) for x in filled.layers
     ]
@@ -253,21 +252,21 @@ def key_values(filled: Any) -> list[KV]:
 
 
 def plain(config: Any) -> bool:
-    """Tell whether a text model of this configuration keeps keys and values of tokens only, one
-    pair a layer."""
+    """Tell whether a text model of this configuration caches only keys and values of tokens, one
+    pair per layer."""
     return not cross_attention_caches.layers_of(config) and all(
         _attends(kind) for kind in _kinds(config)
     )
 
 
 def continuable(config: Any) -> bool:
-    """Tell whether all that a text model of this configuration keeps of a prompt can be continued
-    by many rows: keys and values, one pair a layer, a state or pictures."""
+    """Tell whether many rows can continue everything that a text model of this configuration caches
+    of a prompt: keys and values, one pair per layer, a state or images."""
     return all(_attends(kind) or states.keeps_state(kind) for kind in _kinds(config))
 
 
 def _kinds(config: Any) -> list[type]:
-    """List the kinds of layers that transformers' own cache has for a text model."""
+    """List the layer types of transformers' own cache for a text model."""
     from transformers.cache_utils import DynamicCache
 
     return [type(layer) for layer in DynamicCache(config=config).layers]
@@ -287,35 +286,35 @@ def _of(layers: list[Any]) -> Any:
 
 
 def _again(layer: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer that is computed again in the backward pass, if there is one: older versions of
-    transformers ask for it while answers are sampled too."""
+    """Run a layer with gradient checkpointing where gradients are recorded: older versions of
+    transformers call it while sampling too."""
     if not torch.is_grad_enabled():
         return layer(*args)
     return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def recompute(net: nn.Module) -> None:
-    """Let layers be computed again in the backward pass; with caches that is safe, since ours do
-    not change then."""
+    """Turn on gradient checkpointing; it is safe with mmrl's caches, which do not change when
+    recomputed."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for layer in net.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
             layer._gradient_checkpointing_func = _again
-            # for the layer alone, as checkpointing requires; its children stay in eval mode
+            # for the layer only, as checkpointing requires; its children stay in eval mode
             layer.training = True
 
 
 def shareable(hf: Any) -> bool:
-    """Tell whether what the family keeps of a prompt can be continued by many answers: keys and
-    values, one pair a layer, a state or pictures."""
+    """Tell whether many answers can continue what the family caches of a prompt: keys and values,
+    one pair per layer, a state or images."""
     return continuable(hf.config.get_text_config())
 
 
 def divisible(hf: Any) -> bool:
-    """Tell whether a prompt's memory can be packed and cut back to any token: keys and values and
-    no state, attended to all or in a window; where chunks (Llama 4) begin, packing hides."""
+    """Tell whether a prompt's cache can be packed and truncated to any token: only keys and values,
+    with full or sliding-window attention; packing would hide where chunks (Llama 4) begin."""
     config = hf.config.get_text_config()
     chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     return shareable(hf) and plain(config) and not chunks

@@ -1,10 +1,10 @@
-"""Attends in two parts while answers are sampled: to the prompt, whose keys and values all its
-answers read together, and to the tokens of each answer.
+"""Cascade attention while answers are sampled: one part attends to the prompt, whose keys and
+values all its answers share, the other to the tokens of each answer.
 
-A prompt is not copied by row: a step reads it once for a group, as one product of matrices in the
-place of a product with a vector for every row. The two parts are joined by the sums of their
-weights, so the result is that of one attention to rounding (Ye et al. 2024, "Cascade Inference";
-Juravsky et al. 2024, "Hydragen").
+A prompt is not copied by row: a step reads it once for a group, as one matrix product instead of a
+matrix-vector product per row. The two parts are combined by their log-sum-exps, so the result
+equals one attention up to rounding (Ye et al. 2024, "Cascade Inference"; Juravsky et al. 2024,
+"Hydragen").
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.caches import KV
 
 NAME = "mmrl_cascade"  # transformers' name of the attention below
-# weights that are not rounded before their exponential, as kernels for half precision need not
+# weights that are not rounded before the exponential, as half-precision kernels need not
 EXACT = (torch.float32, torch.float64)
 
 
 class Layout(NamedTuple):
-    """Says which prompts B rows continue, and where each row's queries lie among those of its
-    prompt: in one of ``copies`` slots for each of P prompts."""
+    """Maps B rows to the prompts they continue, and to one of ``copies`` slots of each of P
+    prompts."""
 
     prompts: Sequence[KV]  # keys and values of every layer, [P, heads, S, D]
     bias: Tensor | None  # [P, 1, 1, S] bool: padding; None: there is none
-    slot: Tensor | None  # [B] long; None: rows lie in their slots as they stand
+    slot: Tensor | None  # [B] long; None: rows are in slot order
     copies: int
 
     @property
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
         of_answer = _part(q, *answers, missing)
         output, top, total = (self._apart(x, q.shape[2]) for x in of_prompt)
         highest = torch.maximum(top, of_answer[1])
-        # weights of each part are relative to its top; now both to the higher one
+        # weights of each part are relative to its maximum; now both to the larger
         factor = (top - highest).exp_(), (of_answer[1] - highest).exp_()
         joined = output * factor[0] + of_answer[0] * factor[1]
         total = total * factor[0] + of_answer[2] * factor[1]
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 
     def explicit(self, rows: int) -> Layout:
         """Return the same layout of B = ``rows`` rows with a tensor for every None, so that all
-        calls of a compiled graph have the same form."""
+        calls of a compiled graph have the same signature."""
         keys = self.prompts[0][0]
         bias, slot = self.bias, self.slot
         if bias is None:
@@ -75,8 +75,7 @@ class Layout(NamedTuple):
         return self._replace(bias=bias, slot=slot)
 
     def _together(self, x: Tensor) -> Tensor:
-        """Put what belongs to rows, [B, heads, g, D], beside each other by prompt: [P, heads, C g,
-        D]."""
+        """Regroup rows [B, heads, g, D] by prompt: [P, heads, C g, D]."""
         if self.slot is not None:
             slots = self.num_prompts * self.copies
             x = x.new_zeros(slots, *x.shape[1:]).index_copy(0, self.slot, x)
@@ -103,7 +102,7 @@ class Cascade:
     def __init__(self, prompts: Sequence[KV], mask: Tensor, rows: Tensor):
         """Take keys and values [P, heads, S, D] of all layers, their mask [P, S] and the prompt of
         every row [B]."""
-        # laid out as chosen prompts are: a compiled graph is of one layout
+        # same layout as selected prompts: a compiled graph has one layout
         self.everything = [(k.contiguous(), v.contiguous()) for k, v in prompts]
         self.padding = ~mask
         self.empty = [(k[:, :, :0], v[:, :, :0]) for k, v in prompts]
@@ -138,7 +137,7 @@ class Cascade:
         return self.layout.explicit(len(self.rows))
 
     def _place(self, rows: Tensor) -> None:
-        """Give every row a slot among those of its prompt; prompts without rows leave."""
+        """Assign every row a slot of its prompt; prompts without rows are dropped."""
         self.rows = rows
         known = on_host(rows)
         prompts, number, counts = known.unique(return_inverse=True, return_counts=True)
@@ -176,14 +175,14 @@ def _part(q: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> tuple
 
 
 def fits(hidden: Tensor, rows: int) -> bool:
-    """Tell whether so many rows share prompts, whose hidden states [P, H] have a precision that the
-    two parts keep."""
+    """Tell whether ``rows`` rows share prompts whose hidden states [P, H] have a dtype that the two
+    parts support."""
     return hidden.dtype in EXACT and rows > len(hidden)
 
 
 @contextmanager
 def attending(config: Any) -> Iterator[None]:
-    """Let the layers of a text model of this configuration attend by the cascade they are given."""
+    """Let the layers of a text model of this configuration use cascade attention."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)

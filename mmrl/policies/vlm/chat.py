@@ -1,4 +1,4 @@
-"""Turns a prompt into chat messages whose content is parts: texts, and places for images and
+"""Turns a prompt into chat messages with content parts: text, and placeholders of images and
 videos."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def parts_of(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return content as parts; <image>, <video> and <audio> in a text become parts of their own."""
+    """Return content as parts; <image>, <video> and <audio> in a text become separate parts."""
     if isinstance(content, str):
         pieces = [piece for piece in MARKS.split(content) if piece]
         return [
@@ -40,8 +40,8 @@ def parts_of(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def videos_of(prompt: Prompt) -> list[Any]:
-    """Return a prompt's videos; ``video`` and ``videos`` mean the same, and a list of pictures is
-    one video."""
+    """Return a prompt's videos; ``video`` and ``videos`` mean the same, and a list of images is one
+    video."""
     video = prompt.get("video")
     if video is None:
         video = prompt.get("videos")

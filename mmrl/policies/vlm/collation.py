@@ -1,5 +1,5 @@
-"""Joins encoded prompts to one batch: sequences are padded on the left, vision tensors are put
-together as the family's network reads them."""
+"""Collates encoded prompts: sequences are padded on the left, vision tensors are joined as the
+family's network reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEQUENCES = (
 )
 # indices into the patches of all images of a batch, and where these are
 POOLED = {"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"}
-# the masks of sounds, by which prompts are told apart
+# audio masks, which separate the prompts
 SOUNDS = ("feature_attention_mask", "audio_attention_mask")
 
 
@@ -30,8 +30,8 @@ def is_pixels(name: str) -> bool:
 
 
 def is_sequence(name: str) -> bool:
-    """Tell whether an input of that name has a value for every token; experts are chosen by type
-    ids under a name of their own."""
+    """Tell whether an input of that name has a value for every token; type ids that choose experts
+    have a separate name."""
     return name in SEQUENCES or name.endswith("token_type_ids")
 
 
@@ -45,9 +45,9 @@ def collated(name: str, encoded: list[Encoded], length: int, family: Family, pad
         return torch.cat(same_shape([_pad_left(row, length, fill) for row in rows]))
     present = [prompt for prompt in encoded if name in prompt]
     parts = [prompt[name] for prompt in present]
-    if family.joins == "last" and is_pixels(name):  # the patches of all are one row
+    if family.joins == "last" and is_pixels(name):  # all patches form one row
         return torch.cat(parts, -1)
-    if family.joins == "tiles" and is_pixels(name):  # tiles of all images are one row
+    if family.joins == "tiles" and is_pixels(name):  # tiles of all images form one row
         return torch.cat([part.flatten(0, 1) for part in parts])[None]
     if name in POOLED:
         patches = [prompt[POOLED[name]] for prompt in present]
@@ -60,21 +60,21 @@ def kinds_of(encoded: list[Encoded], family: Family) -> list[list[int]]:
     """Group the positions of prompts that can be in one batch without changing each other; nearly
     always all of them.
 
-    Five properties of networks prevent it: cross-attending Mllama gives tokens before an image
-    the mean of all slots for images, the empty ones included, LLaVA-OneVision reshapes videos to
-    one number of frames, Molmo2 and GLM take images or videos, and what hears reads the silence
-    behind shorter sounds (Phi-4 also projects sounds otherwise beside pictures, of any prompt), and
-    Phi-4 reads a picture that fills its tiles causally unless another's mask is beside it.
+    Five properties of networks prevent it: Mllama's cross-attention gives tokens before an image
+    the mean of all image slots, empty ones included; LLaVA-OneVision reshapes videos to one number
+    of frames; Molmo2 and GLM take images or videos; audio towers read the padding after shorter
+    sounds (and Phi-4 projects sounds differently in a batch with images); and Phi-4 reads an image
+    that fills its tiles causally unless another image in the batch has a mask.
     """
     positions: dict[object, list[int]] = {}
-    if family.alone:  # with its own copies
+    if family.alone:  # only with copies of itself
         for i, prompt in enumerate(encoded):
             positions.setdefault(id(prompt["input_ids"]), []).append(i)
         return list(positions.values())
     for i, prompt in enumerate(encoded):
         positions.setdefault(_shape(prompt, family), []).append(i)
     shapes = [shape for shape in positions if shape is not None]
-    if not family.by_row and len(shapes) <= 1:  # rows without a video go with any
+    if not family.by_row and len(shapes) <= 1:  # rows without a video fit any batch
         return [list(range(len(encoded)))]
     if None in positions and not family.by_row:
         positions[shapes[0]] = sorted(positions[shapes[0]] + positions.pop(None))
@@ -96,8 +96,8 @@ def _shape(prompt: Encoded, family: Family) -> object:
 
 
 def _full(prompt: Encoded) -> object:
-    """Tell how pictures are masked: ``masked`` somewhere, or nowhere, in tiles of one shape.
-    Phi-4's tower is given a mask only where something is masked; it attends causally without."""
+    """Tell how images are masked: ``masked`` somewhere, or nowhere, in tiles of one shape. Phi-4's
+    tower gets a mask only where something is masked; without one it attends causally."""
     mask = prompt.get("image_attention_mask")
     return tuple(mask.shape[1:]) if mask is not None and bool(mask.all()) else "masked"
 
@@ -137,20 +137,20 @@ def same_shape(parts: list[Tensor]) -> list[Tensor]:
 
 
 def blank_image() -> Prompt:
-    """Make a prompt that is a picture and no words."""
+    """Make a prompt of one image without text."""
     from PIL import Image
 
     return {"text": "", "images": [Image.new("RGB", (64, 64))]}
 
 
 def blank_clip() -> Prompt:
-    """Make a prompt that is a clip and no words."""
+    """Make a prompt of one clip without text."""
     frames = np.zeros((4, 64, 64, 3), np.uint8)
     return {"text": "", "video": frames, "fps": 2.0}
 
 
 def images_in(encoded: Encoded) -> int:
-    """Count the images, tiles or videos that a prompt brings to the tower."""
+    """Count a prompt's images, tiles or videos that pass through the tower."""
     grids = [encoded[name] for name in ("image_grid_thw", "video_grid_thw") if name in encoded]
     return (
         sum(map(len, grids))

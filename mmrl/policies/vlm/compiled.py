@@ -1,9 +1,9 @@
 """Compiles the passes of a vision-language policy: of sampling the pass for one token, which writes
 keys and values in place, and the draw; of scoring the pass over whole answers and their log-probs.
 
-Each is one graph whose rows, columns and tokens are symbolic sizes: rows may leave, be refilled and
-grow without another graph. A size of 1 would be a graph of its own, so passes with one are made as
-they stand. What is computed is what the other passes compute, rounded in other places.
+Each is one graph with symbolic numbers of rows, columns and tokens: rows may leave, be refilled and
+grow without recompilation. A size of 1 would need a separate graph, so such passes run uncompiled.
+Results equal those of the uncompiled passes up to rounding.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from samplers.warp import Warp
 if TYPE_CHECKING:
     from mmrl.policies.vlm.prefixes import Prefix
 
-# graphs of one function in a process, whose policies have some each
+# graphs of one function in a process, shared by its policies
 GRAPHS = 64
 
 
 class Continues(Protocol):
-    """Defines what is compiled: a network that continues answers behind a cache."""
+    """Defines what is compiled: a network that continues answers from a KV cache."""
 
     @property
     def text_config(self) -> Any:
@@ -45,7 +45,7 @@ class Continues(Protocol):
         """Return the parts by name."""
 
     def continued(self, *arguments: Any, **options: Any) -> Tensor:
-        """Return hidden states [B, L, H] of tokens behind a cache."""
+        """Return hidden states [B, L, H] of tokens after a cache."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [*, V] of hidden states [*, H]."""
@@ -55,10 +55,10 @@ class Compiled:
     """Holds the compiled passes of a network; graphs are built when they are first called."""
 
     def __init__(self, net: Continues, backend: str = "inductor"):
-        """Raises UserError where torch has no such backend, or the network's layers attend in a
-        way that the passes here do not know."""
+        """Raises UserError where torch has no such backend, or the network's attention is not
+        supported here."""
         check_backend(backend)
-        # it says that it looks past a cache of the warp's constants, which is right
+        # it warns that it bypasses a cache of the warp's constants, which is right
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         self.backend = backend
         self.net = net
@@ -69,8 +69,8 @@ class Compiled:
         self.scores: dict[tuple[Warp, bool], Callable[..., Any]] = {}
 
     def compile(self, work: Callable[..., Any], trusts: bool = False) -> Callable[..., Any]:
-        """Compile a function whose graphs are its own; ``trusts``: calls do not look at the
-        network, which is in the state that it was compiled in."""
+        """Compile a function with separate graphs; ``trusts``: calls skip guards on the network,
+        which is in the state that it was compiled in."""
         work = _apart(work)
         options: dict[str, Any] | None = (
             {"guard_filter_fn": partial(_of_arguments, work)} if trusts else None
@@ -82,8 +82,8 @@ class Compiled:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Take the network to stay in its state within the block: each call of a graph would look
-        at some hundred attributes, which takes longer than a small product."""
+        """Assume that the network's state is fixed within the block: each call of a graph would
+        check some hundred attributes, which takes longer than a small matrix product."""
         self.state = state_of(self.net)
         try:
             yield
@@ -91,8 +91,8 @@ class Compiled:
             self.state = None
 
     def samples(self, ids: Tensor, mask: Tensor, cascade: Cascade | None) -> bool:
-        """Tell whether a step of tokens ids [B, L] behind columns ``mask`` [B, S] has the sizes of
-        a graph."""
+        """Tell whether a step of tokens ids [B, L] after columns ``mask`` [B, S] has sizes that a
+        graph supports."""
         several = cascade is None or cascade.layout.copies > 1
         return several and ids.shape[1] == 1 and len(ids) > 1 and mask.shape[1] > 0
 
@@ -105,9 +105,9 @@ class Compiled:
         cascade: Cascade | None,
         then: tuple[Callable[..., Any], Warp, Tensor | None] | None = None,
     ) -> tuple[Tensor, Any]:
-        """Return hidden states [B, 1, H] of tokens ids [B, 1] at ``places`` [B, 1] behind the
-        columns ``mask`` [B, S] of the cache, or of a cascade's answers; and what is drawn of them,
-        if ``then`` says how: a function of logits, the warp and random numbers [B]."""
+        """Return hidden states [B, 1, H] of tokens ids [B, 1] at positions ``places`` [B, 1] after
+        the columns ``mask`` [B, S] of the cache, or of a cascade's answers; and the draw from them,
+        if there is ``then``: a function of logits, the warp and random numbers [B]."""
         attended = F.pad(mask, (0, 1), value=True)[:, None, None]
         layout = None if cascade is None else cascade.laid_out()
         draw, warp, uniform = then or (None, None, None)
@@ -139,12 +139,13 @@ class Compiled:
         return self.draws[key](hidden, uniform)
 
     def scores_answers(self, prefix: Prefix, ids: Tensor) -> bool:
-        """Tell whether a pass over answers ids [B, T] behind prompts has the sizes of a graph."""
+        """Tell whether a pass over answers ids [B, T] after prompts has sizes that a graph
+        supports."""
         sizes: list[int] = [*ids.shape, prefix.mask.shape[1]]
         return min(sizes) > 1
 
     def score_answers(self, prefix: Prefix, rows: Tensor, ids: Tensor) -> Tensor:
-        """Return hidden states [B, T, H] of the tokens ids [B, T] behind the prompts of ``rows``
+        """Return hidden states [B, T, H] of the tokens ids [B, T] after the prompts of ``rows``
         [B]."""
         length = ids.shape[1]
         places = prefix.following[rows][:, None] + torch.arange(length, device=ids.device)
@@ -176,8 +177,8 @@ class Compiled:
 
 
 def state_of(net: Continues) -> Hashable:
-    """Return all that a graph of sampling may depend on but weights: the kinds of modules and
-    tensors, and every plain attribute (modes, switches of adapters)."""
+    """Return all that a sampling graph may depend on except weights: types of modules and tensors,
+    and every plain attribute (modes, adapter switches)."""
     parts: list[Hashable] = []
     for name, part in net.named_modules():
         plain = [(key, x) for key, x in vars(part).items() if _is_plain(x)]
@@ -188,8 +189,8 @@ def state_of(net: Continues) -> Hashable:
 
 
 def _fix_heads(columns: Sequence[KV], layout: Layout | None) -> None:
-    """Let the numbers of heads and their sizes, which never change, be no symbols of a graph that
-    is built next: each is an argument of every call."""
+    """Mark the numbers of heads and their sizes, which never change, as static in the next graph:
+    each symbol is an argument of every call."""
     prompts = [] if layout is None else layout.prompts
     for pair in (*columns, *prompts):
         for tensor in pair:
@@ -205,7 +206,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _apart(work: Callable[..., Any]) -> FunctionType:
-    """Copy a function with code of its own: graphs are listed by code, and every call of one
+    """Copy a function with its own code object: graphs are keyed by code, and every call of one
     policy would search those of all."""
     assert isinstance(work, FunctionType)
     code = work.__code__.replace(co_name=work.__name__)
@@ -213,8 +214,8 @@ def _apart(work: Callable[..., Any]) -> FunctionType:
 
 
 def _of_arguments(work: FunctionType, guards: Sequence[Any]) -> list[bool]:
-    """Choose of the guards of a function's graphs those that look at its arguments, or at torch's
-    modes; the others look at what it closes over and at modules."""
+    """Keep only guards on a function's arguments and on torch's modes; the others check closures
+    and modules."""
     code = work.__code__
     arguments = set(code.co_varnames[: code.co_argcount])
     roots = [re.match(r"(?:L\[')?(\w+)", guard.name) for guard in guards]
@@ -222,14 +223,15 @@ def _of_arguments(work: FunctionType, guards: Sequence[Any]) -> list[bool]:
 
 
 def changes(warp: Warp) -> bool:
-    """Tell whether a warp is another one in every iteration, which would be a graph each."""
+    """Tell whether the warp changes in every iteration, which would need a new graph each time."""
     return bool(warp.schedule or warp.adaptive)
 
 
 def _token_of(
     net: Continues, draw: Callable[..., Any] | None, warp: Warp | None
 ) -> Callable[..., tuple[Tensor, Any]]:
-    """Make the pass of one token a row, which also draws the next one if it is told how."""
+    """Make the pass of one token per row, which also draws the next one if given a draw
+    function."""
 
     def token(
         ids: Tensor,
@@ -239,7 +241,7 @@ def _token_of(
         layout: Layout | None,
         uniform: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        """``attended`` [B, 1, 1, n] says which columns are real."""
+        """``attended`` [B, 1, 1, n]: which columns are not padding."""
         cache = caches.Reserved(columns)
         if layout is None:
             hidden = net.continued(ids, places, attended, cache)
@@ -251,11 +253,11 @@ def _token_of(
 
 
 def _answers_of(net: Continues) -> Callable[..., Tensor]:
-    """Make the pass over answers ids [B, T] behind ``prompts`` of their rows."""
+    """Make the pass over answers ids [B, T] after ``prompts`` of their rows."""
 
     def answers(ids: Tensor, places: Tensor, prompts: Sequence[KV], attended: Tensor) -> Tensor:
-        """``attended`` [B, 1, T, S + T] says what each token attends to."""
-        # made once: attention would turn a mask of truth values into numbers in every layer
+        """``attended`` [B, 1, T, S + T]: what each token attends to."""
+        # made once: attention would convert a boolean mask to floats in every layer
         bias = torch.zeros_like(attended, dtype=prompts[0][0].dtype)
         bias = bias.masked_fill(~attended, -torch.inf)
         return net.continued(ids, places, bias, caches.Behind(prompts))
@@ -281,14 +283,13 @@ def _score_of(
 
 @contextmanager
 def symbolic() -> Iterator[None]:
-    """Let sizes that happen to be equal remain sizes of their own, and as many graphs be built as
-    there are policies."""
+    """Keep sizes that happen to be equal as separate symbols, and allow a graph for each policy."""
     from torch.fx.experimental import _config
 
     shapes: Any = _config
     with (
         shapes.patch(use_duck_shape=False),
-        # numbers such as a norm's epsilon, which are tensors of every call otherwise
+        # constants such as a norm's epsilon, otherwise tensor arguments of every call
         torch._dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True),
     ):
         yield

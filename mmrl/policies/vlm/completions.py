@@ -1,4 +1,4 @@
-"""Makes whole answers of sampled tokens, as rewards see them."""
+"""Decodes sampled tokens to whole answers, as rewards see them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmrl.policies.vlm.processor import Inputs
 
 
 def completions(inputs: Inputs, ending: Ending, rollout: Rollout) -> list[Completion]:
-    """Return every row's answer, with the means of what was recorded of its tokens."""
+    """Return every row's answer, with the means of its recorded token quantities."""
     mask = rollout.path_mask()
     lengths = mask.sum(1)
     order = rollout.tokens
@@ -40,8 +40,8 @@ def completions(inputs: Inputs, ending: Ending, rollout: Rollout) -> list[Comple
 
 
 def begun_by(prompt: Prompt) -> str:
-    """Return with what a prompt has begun its answer: the mark of a thought that the chat template
-    opens, and its ``prefill``."""
+    """Return the start of the answer that a prompt contains: the thinking tag that the chat
+    template opens, and its ``prefill``."""
     begun: str = prompt.get("view", {}).get("begun", prompt.get("prefill", ""))
     return begun
 
@@ -54,8 +54,7 @@ def _completion(
     begun: str,
     limit: int,
 ) -> Completion:
-    """Return the whole answer: the start ``begun`` that the prompt gave, and what was written
-    after it."""
+    """Return the whole answer: the start ``begun`` in the prompt, and the sampled text after it."""
     text = inputs.decode(ids)
     stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
     completion = Completion(

@@ -1,9 +1,9 @@
 """Lists what differs between families of vision-language models: a table by ``model_type``, and
 rules for everything else.
 
-A family lists in which space it answers with coordinates, how its image processor changes an image,
-which extra inputs its forward pass cannot do without, and where its parts are. Nothing is guessed:
-an unknown family works, and ``Family.unverified`` says what is not known about it.
+A family lists the space of its coordinates, how its image processor resizes, which extra inputs its
+forward pass needs, and where its parts are. Nothing is guessed: an unknown family works, and
+``Family.unverified`` lists what is not known about it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 
 from mmrl.core.errors import UserError
 
-# Kimi K2.5's clips of several frames, whose features earlier versions of the library cannot tell
-# apart
+# Kimi K2.5's clips of several frames, whose features earlier versions of transformers cannot
+# separate
 CUTS_CLIPS = tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24)
 Coords = Literal["original", "resized", "rel1000", "rel1"]
 PARTS = ("language", "projector", "vision")
@@ -53,8 +53,8 @@ PROJECTOR = (
     "visual.merger",
     "visual.deepstack_merger_list",
 )
-# model types whose language models take answers at once: what is around these does nothing without
-# an image but take time
+# model types whose language models are called directly for answers: the outer class only costs time
+# without an image
 DIRECT = (
     "qwen2_vl",
     "qwen2_5_vl",
@@ -80,9 +80,9 @@ DIRECT = (
     "video_llama_3",
     "qwen3_omni_moe_thinker",
 )
-# those in which also an image's tokens see only what precedes them; in others prompts stay padded
+# those in which image tokens attend causally too; in others prompts stay padded
 CAUSAL = (*DIRECT, "idefics3", "smolvlm", "janus", "phi4_multimodal", "chameleon")
-# those whose towers take pixels in the network's own dtype only; Llama 4's processor rounds them
+# those whose towers take pixels only in the network's dtype; Llama 4's processor rounds them
 OWN_DTYPE = ("llama4", "kimi_k25", "chameleon")
 
 
@@ -91,16 +91,16 @@ class Family:
     """Describes a family. ``coords``: the space of the model's answers, None where it must be
     given. ``resize``: what its processor does to a whole image: ``grid`` (stretched to a grid of
     patches it reports), ``stretch`` (to one size), None (crops, pads or tiles, so coordinates of
-    the resized image mean nothing). ``needs``: inputs it computes wrongly without. ``by_row``: its
-    images are a row of slots a prompt, so that only prompts of equally many images make a batch.
-    ``video``: it takes videos; ``apart``: not in one batch with images; ``alone``: every
-    prompt is a batch of its own; ``either``: not in one
-    prompt with images, of which its processor keeps one kind. ``video_tokens``: how many
-    tokens of a prompt stand for a video: as many as its grid has features (``grid``), those of an
-    image (``image``), those of a frame for each of its clips (``frame``), or what its processor
-    keeps (``mask``). ``joins``: how vision tensors of
-    several prompts become those of one batch (``collation.py``). ``hears``: it takes sounds, in
-    one batch with pictures (``beside``) or not (``apart``). ``note``: where this is known from."""
+    the resized image mean nothing). ``needs``: inputs without which it computes wrongly.
+    ``by_row``: each prompt has a row of image slots, so only prompts with the same number of images
+    make a batch. ``video``: it takes videos; ``apart``: not in one batch with images; ``alone``:
+    every prompt is a separate batch; ``either``: not in one prompt with images, of which its
+    processor keeps one kind. ``video_tokens``: how many tokens of a prompt stand for a video: as
+    many as its grid has features (``grid``), those of an image (``image``), those of a frame for
+    each of its clips (``frame``), or what its processor keeps (``mask``). ``joins``: how vision
+    tensors of several prompts become those of one batch (``collation.py``). ``hears``: it takes
+    audio, in one batch with images (``beside``) or not (``apart``). ``note``: where this is known
+    from."""
 
     name: str
     coords: Coords | None = None
@@ -119,8 +119,8 @@ class Family:
 
     @property
     def splits(self) -> bool:
-        """Tell whether some prompts of the family cannot be in one batch with others, so that a
-        pass over rows may call the network several times."""
+        """Tell whether some prompts of the family cannot share a batch with others, so that a pass
+        over rows may call the network several times."""
         return (
             self.alone
             or self.by_row
@@ -151,8 +151,8 @@ def _qwen(name: str, coords: Coords | None, note: str) -> Family:
 
 
 def _glm(name: str, coords: Coords | None, note: str) -> Family:
-    """Describe a GLM: the token of an image stands for frames of a video too, so their features
-    are told apart by the batch."""
+    """Describe a GLM: its image token also stands for video frames, so a batch has either images or
+    videos."""
     return replace(_qwen(name, coords, note), video_tokens="image", apart=True)
 
 

@@ -1,5 +1,4 @@
-"""Computes the image features that training does not change, once, and keeps them as long as there
-is room."""
+"""Caches image features that training does not change, within a memory budget."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 Encoded = dict[str, Tensor]
-# what the tower and what is between it and the language model read alone
+# inputs read only by the tower and projector
 PIXELS = ("pixel_values", "pixel_attention_mask", "image_token_pooling")
-# what language models read of a tower's output
+# outputs of a tower that language models read
 NAMES = ("pooler_output", "deepstack_features", "visual_indicator_features")
 Looked = dict[str, Any]  # by name, of the images of one prompt
 
 
 def can_keep(hf: Any) -> bool:
-    """Tell whether the family's forward pass takes features in the place of images, and no weight
-    of its language model is in them: those of Chameleon are embeddings of its vocabulary."""
+    """Tell whether the family's forward pass takes features instead of images, computed without
+    weights of its language model: Chameleon's are embeddings of its vocabulary."""
     base = hf.base_model
     return (
         not getattr(hf.config, "vocabulary_map", None)
@@ -50,11 +49,11 @@ def joined(looked: Sequence[Looked]) -> dict[str, Any]:
         values = [prompt_features[name] for prompt_features in looked]
         if isinstance(values[0], Tensor):
             features[name] = torch.cat(values)
-        elif name == "deepstack_features":  # of every layer those of every image
+        elif name == "deepstack_features":  # per layer, then per image
             features[name] = [
                 [image for part in layer for image in part] for layer in zip(*values, strict=True)
             ]
-        else:  # of every image its tokens
+        else:  # per image, its tokens
             features[name] = [image for prompt_features in values for image in prompt_features]
     return {"mm_encoder_outputs": {"image": SimpleNamespace(**features)}}
 

@@ -1,9 +1,10 @@
-"""Looks at all prompts before the first one is sampled, so that a row that a model cannot take does
-not end a night.
+"""Checks all prompts before sampling starts, so that a row that the model cannot take does not stop
+a run halfway.
 
-Every row's places are counted and its text searched for the model's own tokens; of files headers
-are read (``mmrl.core.media.scan``). A row is encoded as in training only where it is the first of
-its kind: its roles and media, and any picture of unusual sides, which processors refuse.
+Every row's placeholders are counted and its text is searched for the model's special tokens; only
+the headers of files are read (``mmrl.core.media.scan``). A row is encoded as in training only if it
+is the first of its kind (roles and media), or has an image of unusual shape, which processors
+refuse.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from mmrl.policies.vlm.media import images_of, where
 if TYPE_CHECKING:
     from mmrl.policies.vlm.processor import Inputs
 
-SHORT = 56  # pixels of a side, below which a processor may refuse a picture
-SLIM = 16  # times the shorter side
-FRAMES = 8  # of a clip at the budget's rate, below which it may
-ALIKE = 20  # rows of one kind that are encoded in vain before the others are taken for such
-# tokens of a picture from above: of one that is cut into tiles, and of larger ones by pixels
+SHORT = 56  # pixels of a side below which a processor may refuse an image
+SLIM = 16  # aspect ratio above which it may
+FRAMES = 8  # of a clip at the budget's rate below which it may
+ALIKE = 20  # rows of one kind that fail to encode before the others are assumed to fail
+# upper bounds on an image's tokens: for a tiled image, and per pixels for larger ones
 PICTURE = 8192
 PATCH = 14 * 14
 TEMPLATE = 512  # tokens that a template adds
 FREE = EngineLimits()
 GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")
-OPTIONS = ("chat_template_kwargs", "prefill", "fps")  # of a row, that its encoding reads
-# whatever of a row decides how it is encoded, but for its text
+OPTIONS = ("chat_template_kwargs", "prefill", "fps")  # row settings that encoding reads
+# everything in a row that decides its encoding, except the text
 READ = NAMES | {"system", *GEOMETRY, *OPTIONS}
-# what processors call tokens that stand for media
+# processors' names of media tokens
 MEDIA_TOKENS = ("image_token", "video_token", "audio_token", "boi_token", "eoi_token")
 
 
@@ -49,8 +50,8 @@ def misfits(
     limits: EngineLimits = FREE,
     answer: int = 0,
 ) -> dict[int, str]:
-    """Say what is wrong with prompts, "file:line: why" by their place in the list. ``limits``: of
-    what samples, with answers of ``answer`` tokens."""
+    """Return errors of prompts, "file:line: why" by their index. ``limits``: of the engine, with
+    answers of ``answer`` tokens."""
     files = [() if READ.isdisjoint(prompt) else tuple(_files(prompt)) for prompt in prompts]
     findings = iter(scan([source for several in files for source in several]))
     look = FirstLook(inputs, limits, answer)
@@ -64,7 +65,7 @@ def misfits(
 
 
 class FirstLook:
-    """Tells of prompts, one after the other, what is wrong with them."""
+    """Finds errors in prompts, one after the other."""
 
     def __init__(self, inputs: Inputs, limits: EngineLimits = FREE, answer: int = 0):
         self.inputs = inputs
@@ -72,11 +73,11 @@ class FirstLook:
         self.answer = answer
         tokens = sorted(own_tokens(inputs), key=len, reverse=True)
         self.tokens = re.compile("|".join(map(re.escape, tokens))) if tokens else None
-        self.fine: set[Hashable] = set()  # kinds and sizes that were encoded
+        self.fine: set[Hashable] = set()  # kinds and sizes that were encoded before
         self.refused: Counter[Hashable] = Counter()
 
     def problem(self, prompt: Prompt, findings: Sequence[Finding]) -> str | None:
-        """Say what is wrong with a prompt whose pictures and clips are these; None: nothing."""
+        """Return the error of a prompt with these images and clips; None: there is none."""
         return (
             misfit(prompt)
             or self._token(prompt)
@@ -86,12 +87,13 @@ class FirstLook:
         )
 
     def _length(self, prompt: Prompt, findings: Sequence[Finding]) -> str | None:
-        """Say that a prompt is too long: encoded where a guess from above leaves it open."""
+        """Return an error if a prompt is too long: encoded where the upper bound does not
+        decide."""
         if self.limits.tokens is None:
             return None
         letters = sum(len(text.encode()) for text in _texts(prompt))
         pictures = sum(max(PICTURE, each.size[0] * each.size[1] // PATCH) for each in findings)
-        looked = len(_images(prompt)) == len(findings)  # no clip, and no picture unseen
+        looked = len(_images(prompt)) == len(findings)  # no clip, and no unread image
         if looked and letters + pictures + TEMPLATE + self.answer <= self.limits.tokens:
             return None
         try:
@@ -103,7 +105,7 @@ class FirstLook:
         return self.limits.length(cost.tokens, self.answer)
 
     def _refused(self, prompt: Prompt, findings: Sequence[Finding]) -> str | None:
-        """Say why a prompt cannot be encoded, if it is the first of its kind."""
+        """Return why a prompt cannot be encoded, if it is the first of its kind."""
         is_plain = READ.isdisjoint(prompt) and "<" not in prompt.get("text", "")
         kind = "a question" if is_plain else _kind(prompt)
         kinds = {kind, *filter(None, map(self._unusual, findings))}
@@ -122,7 +124,7 @@ class FirstLook:
         return None
 
     def _unusual(self, finding: Finding) -> Hashable:
-        """Name the size of a picture, or the length of a clip, that a processor may refuse; None:
+        """Return the size of an image, or the length of a clip, that a processor may refuse; None:
         it is usual."""
         frames = round(finding.seconds * self.inputs.budgets.fps)
         low, high = sorted(finding.size)
@@ -143,8 +145,8 @@ class FirstLook:
 
 
 def own_tokens(inputs: Inputs) -> set[str]:
-    """List the tokens that a text must not hold: those that stand for media, and those with which
-    the template writes turns."""
+    """List the tokens that a text must not contain: those of media, and those with which the
+    template marks turns."""
     tokenizer = inputs.tokenizer
     ids = [inputs.placeholder(kind) for kind in ("image", "video", "audio")]
     named = [getattr(inputs.processor, name, None) for name in MEDIA_TOKENS]
@@ -153,7 +155,7 @@ def own_tokens(inputs: Inputs) -> set[str]:
     question = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     try:
         rendered = inputs.template.render({"text": "a"}, question)
-    except UserError:  # said of the first prompt
+    except UserError:  # reported with the first prompt
         rendered = ""
     texts |= {token for token in tokenizer.all_special_tokens if token in rendered}
     known = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
@@ -168,7 +170,7 @@ def _texts(prompt: Prompt) -> Iterator[str]:
 
 
 def _files(prompt: Prompt) -> Iterator[Any]:
-    """Yield the pictures and clips of a prompt whose headers are read."""
+    """Yield the images and clips of a prompt whose headers are read."""
     images, videos = _images(prompt), _videos(prompt)
     images += [frame for video in videos if isinstance(video, list) for frame in video]
     yield from (image for image in images if isinstance(image, (str, bytes)) or _is_opened(image))
@@ -184,7 +186,7 @@ def _videos(prompt: Prompt) -> list[Any]:
 
 
 def _inside(prompt: Prompt, kind: str) -> list[Any]:
-    """List the media of a kind that stand in the messages of a prompt."""
+    """List the media of a kind in the messages of a prompt."""
     contents = [message["content"] for message in prompt.get("messages") or ()]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part.get(kind) for part in parts]
@@ -195,7 +197,7 @@ def _is_opened(image: Any) -> bool:
 
 
 def _kind(prompt: Prompt) -> Hashable:
-    """Return what rows have in common that are encoded alike."""
+    """Return the key of a row's kind: rows with equal keys are encoded alike."""
     turns = tuple((m["role"], _part_kinds(m["content"])) for m in messages_of(prompt))
     media = tuple(len(of(prompt)) for of in (images_of, videos_of, audios_of))
     read = tuple(name for name in (*GEOMETRY, *OPTIONS) if prompt.get(name) is not None)

@@ -1,5 +1,5 @@
-"""Samples answers token by token: a prompt is read once, its copies share keys and values, finished
-rows leave the batch, or make room for others."""
+"""Samples answers token by token: a prompt is read once, its copies share keys and values, and
+finished rows leave the batch or are refilled."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from mmrl.policies.vlm.prefix_sharing import SharedPrefix
     from mmrl.policies.vlm.prefixes import Prefix
 
-COMPACT = 0.75  # rows leave the batch when at most this share of it is still at work
-# tokens between two looks at how many rows are still at work, on devices that compute beside the
-# host; the host waits for the device at each
+COMPACT = 0.75  # the batch is compacted when at most this share of it is unfinished
+# tokens between two counts of the unfinished rows, on devices that run asynchronously: each count
+# synchronises with the host
 LOOK = 4
-AHEAD = 64  # steps whose random numbers are drawn at once, at least
+AHEAD = 64  # least number of steps whose random numbers are drawn at once
 
 
 @dataclass(frozen=True)
 class Ending:
     """Decides when an answer ends (at a stop token, after a stop string, at ``tokens`` tokens), and
-    what is kept of it."""
+    what is recorded."""
 
     tokens: int
     stops: tuple[int, ...]
@@ -43,7 +43,7 @@ class Ending:
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str]
     quantities: tuple[str, ...] = ()  # recorded of the distribution of each token
-    # [B, T] what the answers of a call begin with, else FREE; None: nothing
+    # [B, T] given prefixes of the answers, then FREE; None: no prefixes
     forced: Tensor | None = None
 
     def ended(self, ids: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class Ending:
         return ended
 
     def going(self, ids: Tensor, going: Tensor, count: bool) -> tuple[Tensor, int | None]:
-        """Tell which rows of ids [B, n] continue behind their last token, of those ``going`` [B]
-        before it, and, if they are to be counted, how many.
+        """Tell which rows of ids [B, n] continue after their last token, of those ``going`` [B]
+        before it, and, if counted, how many.
 
         The host needs both numbers and strings: it waits for the device once, or not at all.
         """
@@ -74,12 +74,12 @@ class Ending:
 
     @property
     def window(self) -> int:
-        """Return the number of tokens in which a stop string is searched: a character has at most
+        """Return how many last tokens are searched for a stop string: a character has at most
         four."""
         return 4 * max(map(len, self.strings)) + 4
 
     def spells(self, ids: list[int]) -> bool:
-        """Tell whether there is a stop string in the text of tokens."""
+        """Tell whether the text of tokens contains a stop string."""
         tail = self.decode(ids)
         return any(string in tail for string in self.strings)
 
@@ -97,12 +97,12 @@ class Answers:
     edge_id: Tensor | None = None  # [B, T] long, of trees: the name of the row that drew each
 
     def taken(self, rows: Tensor) -> Answers:
-        """Take these rows, without what is known of drafts and trees."""
+        """Take these rows, without the fields of drafts and trees."""
         columns = (self.ids, self.mask, self.logprob, self.values, self.routes)
         return Answers(*(column[rows] for column in columns))
 
     def put(self, rows: Tensor, written: Answers) -> None:
-        """Put answers in the place of these rows."""
+        """Replace these rows by ``written``."""
         for name in ("ids", "mask", "logprob", "values", "routes"):
             getattr(self, name)[rows] = getattr(written, name)
 
@@ -164,7 +164,7 @@ class Drawn(NamedTuple):
     warped: Tensor  # [B, V] log-probs of the distribution drawn from
 
     def forced(self, ids: Tensor, warp: Warp, place: Tensor) -> Drawn:
-        """Take the tokens ids [B] that are known already, where they are not FREE."""
+        """Replace by the given tokens ids [B] where these are not FREE."""
         token = torch.where(ids == FREE, self.token, ids)
         logprobs = warp(self.logits, keep=token, place=place).log_softmax(-1)
         exact = logprobs.gather(-1, token[:, None])[:, 0].to(self.logprob)
@@ -184,7 +184,7 @@ def draw(
 
 @dataclass(frozen=True)
 class Task:
-    """Says what a call of the sampler writes: answers to the prompts of ``rows``."""
+    """Defines a call of the sampler: answers to the prompts of ``rows``."""
 
     net: SharedPrefix
     prefix: Prefix
@@ -193,8 +193,8 @@ class Task:
     rng: Rng
     warp: Warp
     ending: Ending
-    # takes whether this process still works and tells whether any does, where all must make
-    # equally many passes
+    # maps whether this process still has work to whether any has, where all must make the same
+    # number of passes
     busy: Callable[[bool], bool] | None = None
     start: Tensor | None = None  # [B] long: tokens of each that the prefix holds; None: none
 
@@ -210,8 +210,8 @@ class Task:
 
 @torch.no_grad()
 def generate(task: Task, slots: Slots | None = None, done: Answers | None = None) -> Answers:
-    """Answer all prompts of the task in one batch, or with ``slots`` in so many rows, which are
-    filled again when an answer ends. ``done`` holds what is there already."""
+    """Answer all prompts of the task in one batch, or with ``slots`` in that many rows, which are
+    refilled when an answer ends. ``done`` holds what is there already."""
     done = task.blank() if done is None else done
     queue = Queue(task.rows.tolist(), slots) if slots is not None else None
     first = torch.arange(len(task.rows), device=task.rows.device)
@@ -222,10 +222,10 @@ def generate(task: Task, slots: Slots | None = None, done: Answers | None = None
 
 
 def write(work: Work, done: Answers, queue: Queue | None = None) -> Answers:
-    """Draw token after token into ``done``, until all rows have ended and none waits in the
-    ``queue``."""
+    """Draw token after token into ``done``, until all rows have ended and the ``queue`` is
+    empty."""
     busy = work.task.busy
-    # who waits for rows that end, or for other processes, looks at every token
+    # with refilled rows, or other processes to wait for, rows are counted at every token
     look = 1 if busy or queue is not None else interval(work.task.rows.device)
     with work.task.net.sampling(work.cascade):
         for token in itertools.count():
@@ -250,15 +250,15 @@ def write(work: Work, done: Answers, queue: Queue | None = None) -> Answers:
 
 
 def interval(device: torch.device) -> int:
-    """Return how many tokens apart the host looks at how many rows are still at work."""
+    """Return after how many tokens the host counts the unfinished rows."""
     return 1 if device.type == "cpu" else LOOK
 
 
 class Work:
-    """Holds the rows that are being written, each at a step of its own: some have ended and wait
-    for the next compaction.
+    """Holds the active rows, each at its own step: some have ended and wait for the next
+    compaction.
 
-    ``keeps``: rows that have ended stay too, and in ``cache`` their keys and values.
+    ``keeps``: ended rows stay too, with their keys and values in ``cache``.
     """
 
     def __init__(self, task: Task, first: Tensor, keeps: bool = False):
@@ -266,13 +266,13 @@ class Work:
         prefix = task.prefix
         self.task = task
         self.keeps = keeps
-        self.at = first  # [B'] which row of the result each one is
+        self.at = first  # [B'] index of each in the result
         self.step = self._start(first)  # [B'] long: tokens it has
         self.going = torch.ones_like(first, dtype=torch.bool)
-        self.left: int | None = len(first)  # that are going; None: they were not counted
+        self.left: int | None = len(first)  # unfinished rows; None: not counted
         self.place = prefix.following[rows]
         self.hidden = prefix.hidden[rows]
-        # [B', S] of what the cache holds: prompt and answer, or of a cascade the answer alone
+        # [B', S] of the cached columns: prompt and answer, or with a cascade the answer only
         self.mask = prefix.mask[rows]
         self.cascade = None if keeps else task.net.cascade(prefix, rows)
         if self.cascade is not None:
@@ -280,9 +280,9 @@ class Work:
             self.cache = self.cascade.cache
         else:
             self.cache = caches.growing(prefix.memory, rows)
-        # passed on, or transformers waits for the device at every token
+        # passed on, or transformers synchronises at every token
         self.whole = bool(self.mask.all())
-        # the most tokens that a row has, and the random numbers of so many and more
+        # the most tokens that a row has, and random numbers for at least that many
         self.longest = 0 if task.start is None else int(task.start.max())
         self.uniform = self._uniform(first, self._ahead())
         self.drawn: Drawn | None = None  # by the pass that made the hidden states
@@ -313,8 +313,8 @@ class Work:
 
     def advance(self, done: Answers, left: int | None, compacts: bool, draws: bool = False) -> None:
         """Make one pass: update the hidden states by the last tokens, for the ``left`` unfinished
-        rows, where they are counted, and some finished ones. ``draws``: the next tokens are those
-        of the same rows, and may be drawn with it."""
+        rows, where counted, and some finished ones. ``draws``: the next tokens belong to the same
+        rows, and may be drawn in the same pass."""
         fewer = left is not None and left <= COMPACT * len(self.at)
         if compacts and not self.keeps and fewer:
             self._compact()
@@ -338,7 +338,7 @@ class Work:
         self.place = self.place + 1
 
     def enter(self, new: Sequence[int]) -> None:
-        """Drop the rows that have ended, and begin ``new`` ones."""
+        """Drop the rows that have ended, and start ``new`` ones."""
         prefix = self.task.prefix
         left = self.going.nonzero()[:, 0]
         at = sent(torch.tensor(new, dtype=torch.long), left.device)
@@ -368,7 +368,7 @@ class Work:
 
     def _compact(self) -> None:
         left = self.going.nonzero()[:, 0]
-        # other processes still work, and every process must make the same passes
+        # other processes still have work, and all must make the same passes
         if not len(left):
             left = torch.zeros_like(self.at[:1])
         if len(left) == len(self.at):

@@ -1,4 +1,4 @@
-"""Puts right answers in the place of sampled ones, with log-probs that the policy gives them."""
+"""Replaces sampled answers by ground truths, scored by the policy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 def with_ground_truth(
     policy: Passes, rollout: Rollout, write: Callable[[Prompt], str | None], last: Tensor, size: int
 ) -> Rollout:
-    """Replace the ``last`` answer [P] of every group by the right one, with the log-probs that
-    the policy gives it.
+    """Replace the ``last`` answer [P] of every group by the ground truth, scored by the policy.
 
-    Where there is none, or it is longer than answers may be, the group keeps what was sampled.
+    Where there is none, or it exceeds the length limit, the group keeps its sampled answer.
     """
     ids = rollout.sample.clone()
     mask = rollout.mask.clone()
@@ -43,13 +42,13 @@ def with_ground_truth(
         logprob[last[part]] = torch.where(new, scored.logprob, logprob[last[part]])
         if entropy is not None:
             entropy[last[part]] = torch.where(new, scored.entropies(), entropy[last[part]])
-    # it is that of the replaced sample, and unknown for the ground truth
+    # it belongs to the replaced sample, and is unknown for the ground truth
     order = rollout.tokens
     if order.self_certainty is not None:
         unknown = order.self_certainty.masked_fill(written[:, None], torch.nan)
         order = order.replace(self_certainty=unknown)
     provenance = rollout.provenance.replace(is_ground_truth=written)
-    if provenance.sampler_logprob is not None:  # no engine sampled the ground truth either
+    if provenance.sampler_logprob is not None:  # nor did an engine sample the ground truth
         sampler_logprob = torch.where(written[:, None], logprob, provenance.sampler_logprob)
         provenance = provenance.replace(sampler_logprob=sampler_logprob)
     return corrected.replace(
@@ -58,8 +57,8 @@ def with_ground_truth(
 
 
 def tokens_of(policy: Passes, prompt: Prompt, text: str | None, most: int) -> list[int] | None:
-    """Return the tokens of an answer that somebody wrote; None where there is none of at most
-    ``most`` tokens."""
+    """Return the tokens of a written answer; None where there is none of at most ``most``
+    tokens."""
     if text is None:
         return None
     begun = begun_by(prompt)

@@ -1,9 +1,8 @@
-"""Computes logits as a model's own class does: by its head and by whatever stands behind it.
+"""Computes logits as a model's own class does: by its head and whatever the class applies after it.
 
-Classes divide logits by a number, cap them, cut the vocabulary (Granite, HyperCLOVA X, Cohere,
-Inkling), and an outer class may leave out what its text model alone would do. None of that is
-written again here: the class's own forward pass is called, with hidden states in the place of what
-its network would compute.
+Classes scale or cap logits or cut the vocabulary (Granite, HyperCLOVA X, Cohere, Inkling), and an
+outer class may omit what its text model alone would do. None of that is reimplemented here: the
+class's own forward pass is called, with hidden states replacing its network's output.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mmrl.core.errors import UserError
 
-# sizes of the hidden states that are tried: a cap shows at the largest, an offset at the smallest
+# norms of the trial hidden states: a cap shows at the largest, an offset at the smallest
 SIZES = (1.0, 30.0, 1000.0)
-# what classes call a language model with a head of its own
+# attributes of language models that have their own head
 WRITERS = ("language_model", "text_model", "text_decoder")
 
 
@@ -40,7 +39,7 @@ class Head:
         self.plain = True
         weight = last.weight
         self.vocabulary = int(hf.config.get_text_config().vocab_size)
-        if weight.is_meta or isinstance(weight.data, FakeTensor):  # a rehearsal without weights
+        if weight.is_meta or isinstance(weight.data, FakeTensor):  # a dry run without weights
             return
         hidden = _tried(last, hf.dtype)
         with torch.no_grad():
@@ -70,8 +69,8 @@ class Head:
 
 
 class _Read:
-    """Stands for what a network returns that has computed ``hidden`` [N, 1, H], and for the network
-    itself; all else is that of the network, or None of its output."""
+    """Replaces both the network and its output, with ``hidden`` [N, 1, H]; other attributes are the
+    network's, or None for its output."""
 
     def __init__(self, network: Any, hidden: Tensor):
         self._network = network
@@ -98,11 +97,10 @@ class _Output:
 
 @contextmanager
 def _having_read(hf: Any, hidden: Tensor) -> Iterator[Any]:
-    """Yield the module that holds the head, whose network has computed ``hidden`` within the
-    block."""
+    """Yield the module that holds the head, whose network returns ``hidden`` within the block."""
     owner = writer(hf)
     name = _network(owner)
-    # an attribute comes before the submodule of that name
+    # an attribute takes precedence over the submodule of that name
     owner.__dict__[name] = _Read(getattr(owner, name), hidden)
     try:
         yield owner
@@ -119,7 +117,7 @@ def writer(hf: Any) -> Any:
 
 
 def network(owner: Any) -> Any:
-    """Return what computes the hidden states that the head of ``owner`` reads."""
+    """Return the network that computes the input of ``owner``'s head."""
     return getattr(owner, _network(owner))
 
 
@@ -134,7 +132,7 @@ def output_embeddings(hf: Any) -> Any:
 
 
 def _tried(last: Any, dtype: torch.dtype) -> Tensor:
-    """Return hidden states [n, H] of several sizes, the same for every call."""
+    """Return hidden states [n, H] of several norms, the same in every call."""
     width, weight = last.in_features, last.weight
     dtype = weight.dtype if weight.is_floating_point() else dtype
     place = weight.device  # whatever the default device is

@@ -1,9 +1,8 @@
-"""Says what changes in a network beyond a length, by its configuration.
+"""Reads from a configuration the lengths beyond which a network computes differently.
 
-Rotary embeddings take other factors once a position of the pass lies behind a threshold (longrope,
-dynamic), for all of its tokens; and some attention counts columns, padding included (Llama 4's
-temperature, sparse attention that chooses so many columns). Comparing short prompts would not show
-it.
+Rotary embeddings use other factors for all tokens of a pass once a position exceeds a threshold
+(longrope, dynamic); and some attention counts columns, padding included (Llama 4's temperature,
+top-k sparse attention). Comparing short prompts would not show it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mmrl.core.errors import UserError
 @dataclass(frozen=True)
 class Limits:
     """Holds the thresholds of a text model; None: there is none. ``long``: positions from which
-    longrope takes its other factors; ``dynamic``: from which factors change with every length;
+    longrope uses its long factors; ``dynamic``: from which factors change with every length;
     ``columns``: from which padding counts."""
 
     long: int | None = None
@@ -38,13 +37,13 @@ class Limits:
             thresholds = [
                 rope.get("original_max_position_embeddings") or known
                 for rope in ropes
-                # HunyuanVL calls dynamic what a fixed alpha stretches once and for all
+                # HunyuanVL calls a fixed stretch by alpha dynamic
                 if rope.get("rope_type") == kind and not rope.get("alpha")
             ]
             return min((each for each in thresholds if each), default=None)
 
         tuned = getattr(config, "attn_temperature_tuning", False)
-        # of those that count columns; others (Ministral) scale by positions
+        # only for models that count columns; others (Ministral) scale by positions
         floor = getattr(config, "floor_scale", None) if tuned else None
         blocks = getattr(config, "index_topk_blocks", None)  # of MiniMax M3
         chosen = blocks and blocks * config.index_block_size
@@ -58,17 +57,16 @@ class Limits:
 
     @property
     def some(self) -> bool:
-        """Tell whether there is a threshold, so that prompts may be of several kinds."""
+        """Tell whether there is a threshold, so that prompts may differ in kind."""
         return self != Limits()
 
     def kind(self, prompt: dict[str, Tensor], answer: int) -> Hashable:
-        """Return what must be the same of the prompts of a batch, with answers of ``answer``
-        tokens."""
+        """Return the key that prompts of a batch must share, with answers of ``answer`` tokens."""
         alone = self.pads(prompt, answer)
         return id(prompt["input_ids"]) if alone else None, self._is_long(prompt)
 
     def pads(self, prompt: dict[str, Tensor], answer: int) -> bool:
-        """Tell whether padding would count beside a prompt with an answer of ``answer`` tokens."""
+        """Tell whether padding would matter for a prompt with an answer of ``answer`` tokens."""
         length = prompt["input_ids"].shape[1]
         return self.columns is not None and length + answer > self.columns
 
@@ -76,8 +74,8 @@ class Limits:
         return self.long is not None and _reach(prompt) > self.long
 
     def check(self, prompt: dict[str, Tensor], answer: int, name: str, kind: str) -> None:
-        """Raise UserError for a prompt ``name`` that lies on the other side of a threshold than the
-        end of an answer of ``answer`` tokens to it."""
+        """Raise UserError where an answer of ``answer`` tokens to the prompt ``name`` would cross a
+        threshold."""
         reach = _reach(prompt)
         for limit, rule, crossed in (
             (self.long, "longrope", reach <= (self.long or 0) < reach + answer),
@@ -93,7 +91,7 @@ class Limits:
 
 
 def _reach(prompt: dict[str, Tensor]) -> int:
-    """Return the position behind the last of a prompt."""
+    """Return the position after the last of a prompt."""
     return int(prompt["places"].max()) + 1
 
 

@@ -1,5 +1,5 @@
-"""Loads a vision-language model and its processor from a folder or hub id, and says in a sentence
-what cannot be loaded."""
+"""Loads a vision-language model and its processor from a folder or hub id; UserError for what
+cannot be loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mmrl.policies.quantization import Quantization, quantize
 from mmrl.policies.vlm.families import modules_of
 from mmrl.policies.vlm.vision import quicken
 
-# transformers lists them with models that hear, beside those that see
+# transformers lists audio models along with vision models
 HEARING = ("phi4_multimodal",)
-# models that also speak; only their thinkers answer in text
+# models that also speak; only their thinkers write text
 SPEAKING = {
     "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
@@ -28,7 +28,7 @@ def load_model(place: str, dtype: str, attention: str, quantization: Quantizatio
     """Load the model at ``place``, with the weights' ``dtype`` and an attention of transformers or
     xformers.
 
-    Raises UserError for a model of a kind that cannot be trained here, and what cannot be loaded.
+    Raises UserError for a model that cannot be loaded, or not trained here.
     """
     config = _config_of(place)
     hf = pretrained.load_model(
@@ -69,8 +69,8 @@ def load_processor(place: str) -> Any:
 
 
 def text_adapters(hf: nn.Module, lora: Lora | int | None) -> Lora | None:
-    """Return the adapter options, with the linear layers of the language model where no targets are
-    named or all of them are, and those that a regular expression means."""
+    """Return the adapter options with their targets resolved: linear layers of the language model
+    by default or for all-linear, and those that match a regular expression."""
     if isinstance(lora, int):
         lora = Lora(lora)
     if lora is None or not (lora.targets is None or isinstance(lora.targets, str)):
@@ -84,8 +84,8 @@ def text_adapters(hf: nn.Module, lora: Lora | int | None) -> Lora | None:
 
 
 def _config_of(place: str) -> dict[str, Any]:
-    """Return the configuration at ``place`` as it is written; empty where there is none, as loading
-    the model says again."""
+    """Return the configuration file at ``place``; empty where there is none, which loading the
+    model reports."""
     from transformers import PreTrainedConfig
 
     try:
@@ -113,8 +113,8 @@ def _kind_of(config: dict[str, Any], place: str) -> Any:
 
 
 def _by_part(config: dict[str, Any], attention: str) -> dict[str, str]:
-    """Return the attention of every part by its name, "" for the whole. What hears keeps the one
-    that its class chooses: Gemma 4's has none but its own."""
+    """Return the attention of every part by its name, "" for the whole. Audio towers keep their
+    class's own: Gemma 4's has no other."""
     parts = [name for name in config if name.endswith("_config") and name != "audio_config"]
     return dict.fromkeys(["", *parts], attention)
 

@@ -1,4 +1,4 @@
-"""Loads images and videos of a prompt as a processor takes them: sized by budget, with their
+"""Loads a prompt's images and videos as a processor takes them: resized to the budget, with their
 original sizes."""
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mmrl.core.media.pictures import PictureError, rgb_picture
 from mmrl.core.types import Prompt
 from samplers.noise import Rng
 
-TICKS = 1000.0  # a second, to which stamps of a varying rate are rounded
+TICKS = 1000.0  # per second; timestamps of variable-rate clips are rounded to these
 Positive = Annotated[int, Ge(1)]
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """Limits what a prompt may cost. ``max_pixels``: of an image, larger ones are scaled down.
+    """Limits the cost of a prompt. ``max_pixels``: of an image, larger ones are scaled down.
     ``frames``, ``fps``, ``frame_pixels``: of a video; fewer frames are taken, evenly, and scaled
     down. ``image_tokens`` (images and videos together) and ``prompt_tokens`` (everything): of a
-    prompt; ``overlong`` says what happens to one above: its images are scaled down until it fits
-    (``resize``, and dropped if that does not help), it is dropped, or the run stops."""
+    prompt; ``overlong`` decides about longer prompts: their images are scaled down until they fit
+    (``resize``, dropped if that does not help), they are dropped, or the run stops."""
 
     max_pixels: Positive | None = None
     frames: Positive = 32
@@ -41,9 +41,9 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Video:
-    """Holds ``frames`` uint8 [F, H, W, 3], which are numbers ``indices`` of ``total`` at ``fps``
-    frames a second; where the rate varies, of ticks at ``TICKS`` a second. ``duration``: seconds
-    until the last frame of the clip ends."""
+    """Holds ``frames`` uint8 [F, H, W, 3], frames ``indices`` of ``total`` at ``fps``; with a
+    variable rate, in ticks of ``TICKS`` per second. ``duration``: seconds until the last frame of
+    the clip ends."""
 
     frames: np.ndarray
     indices: list[int]
@@ -65,7 +65,7 @@ class Video:
 
 
 def where(prompt: Prompt) -> str:
-    """Return how a message names a prompt: its file and line, or the beginning of its text."""
+    """Return a prompt's name in messages: its file and line, or the start of its text."""
     return prompt.get("origin") or repr(str(prompt.get("text") or prompt.get("messages", ""))[:60])
 
 
@@ -80,8 +80,8 @@ def images_of(prompt: Prompt) -> list[Any]:
 
 
 def open_image(source: Any, prompt: Prompt, max_pixels: int | None = None) -> Any:
-    """Open an image as PIL in RGB, upright (``mmrl.core.media.pictures``), of which ``max_pixels``
-    are used. Raises UserError naming the prompt."""
+    """Open an image as PIL in RGB, upright (``mmrl.core.media.pictures``), of which the caller uses
+    ``max_pixels``. Raises UserError naming the prompt."""
     try:
         return rgb_picture(source, max_pixels)
     except PictureError as error:
@@ -92,7 +92,7 @@ def open_image(source: Any, prompt: Prompt, max_pixels: int | None = None) -> An
 
 def noisy(pixels: np.ndarray, prompt: Prompt, name: str) -> np.ndarray:
     """Add the noise that a prompt asks for (data ``difficulty``) to pixels uint8; ``name``: of the
-    picture in the prompt."""
+    image in the prompt."""
     noise = prompt.get("pixel_noise")
     if noise is None:
         return pixels
@@ -104,8 +104,8 @@ def noisy(pixels: np.ndarray, prompt: Prompt, name: str) -> np.ndarray:
 
 
 def shown_video(video: Video, prompt: Prompt, name: str) -> Video:
-    """Return a video as its model is to see it: with the noise, and in the order of frames, that
-    the prompt asks for (the stage ``temporal_contrast``); ``name``: of the video in the prompt."""
+    """Return a video as the model sees it, with the noise and the frame order that the prompt asks
+    for (stage ``temporal_contrast``); ``name``: of the video in the prompt."""
     frames = noisy(video.frames, prompt, name)
     if (key := prompt.get("frame_order")) is not None:
         frames = frames[Rng.of("frames", key, name).permutation(len(frames)).numpy()]
@@ -113,8 +113,7 @@ def shown_video(video: Video, prompt: Prompt, name: str) -> Video:
 
 
 def shown_image(source: Any, prompt: Prompt, number: int = 0, max_pixels: int | None = None) -> Any:
-    """Open image ``number`` of a prompt as its model, which uses ``max_pixels`` of it, is to see
-    it."""
+    """Open image ``number`` of a prompt as the model, which uses ``max_pixels`` of it, sees it."""
     from PIL import Image
 
     image = open_image(source, prompt, max_pixels)
@@ -126,7 +125,7 @@ def shown_image(source: Any, prompt: Prompt, number: int = 0, max_pixels: int | 
 
 
 def fitted(image: Any, max_pixels: int | None) -> Any:
-    """Scale an image down to at most that many pixels, with its proportions."""
+    """Downscale an image to at most that many pixels, keeping its aspect ratio."""
     width, height = image.size
     if max_pixels is None or width * height <= max_pixels:
         return image
@@ -135,8 +134,7 @@ def fitted(image: Any, max_pixels: int | None) -> Any:
 
 
 def image_at(image: Any, scale: float, budgets: Budgets) -> Any:
-    """Scale an image to the budget's ``max_pixels``, and then to ``scale`` times the remaining
-    pixels."""
+    """Downscale an image to the budget's ``max_pixels``, then to ``scale`` times these pixels."""
     image = fitted(image, budgets.max_pixels)
     return (
         image if scale == 1 else fitted(image, max(1, int(image.size[0] * image.size[1] * scale)))
@@ -144,7 +142,7 @@ def image_at(image: Any, scale: float, budgets: Budgets) -> Any:
 
 
 def video_at(video: Video, scale: float) -> Video:
-    """Scale a video to ``scale`` times the pixels in each frame."""
+    """Downscale a video to ``scale`` times the pixels of each frame."""
     if scale == 1:
         return video
     height, width = video.frames.shape[1:3]
@@ -165,7 +163,7 @@ def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt)
 
 def clip_at_rate(source: Any, prompt: Prompt, count: int | None, rate: float) -> np.ndarray:
     """Open the first ``count`` frames of a clip (None: all) at ``rate`` a second, by time, uint8
-    [F, H, W, 3]. Frames have the rate that their prompt says, ``fps``. Raises UserError."""
+    [F, H, W, 3]. Frames have the prompt's rate ``fps``. Raises UserError."""
     try:
         clip = open_clip(source, prompt.get("fps"))
         return clip.read(clip.timeline.at_rate(count, rate))
@@ -180,8 +178,8 @@ def unreadable(source: Any, prompt: Prompt, error: ClipError) -> UserError:
 
 
 def sampled(timeline: Timeline, budgets: Budgets) -> list[int]:
-    """Number the frames to take of a clip: at the budget's rate, at most its frames, evenly spread
-    in time."""
+    """Choose the indices of a clip's frames: at the budget's rate, at most its number of frames,
+    evenly spaced in time."""
     needed = math.ceil(timeline.length * budgets.fps - 1e-9)
     return timeline.spread(min(budgets.frames, max(1, needed), len(timeline.times)))
 
@@ -191,7 +189,7 @@ def _video(
 ) -> Video:
     first, rate = timeline.times[0], timeline.rate
     if rate is None or abs(first * rate - round(first * rate)) > 0.01:
-        rate = TICKS  # the processors divide numbers by a rate, and have no other times
+        rate = TICKS  # processors compute times only as index / rate
     indices = [round(timeline.times[number] * rate) for number in numbers]
     size = (frames.shape[2], frames.shape[1])
     total = max(1, round(timeline.length * rate))

@@ -1,5 +1,5 @@
-"""Refuses options of a vision-language policy that exclude each other, or that its network cannot
-do, and says what the log should warn of."""
+"""Refuses options of a vision-language policy that exclude each other or that its network does not
+support, and yields warnings for the log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def refuse_tree(policy: Passes, net: SharedPrefix) -> None:
-    """Raise UserError where answers cannot branch, and are told to."""
+    """Raise UserError where answers are to branch and cannot."""
     if policy.tree is None or policy.engine == "own" and net.share and divisible(net.hf):
         return
     raise UserError(
@@ -57,7 +57,7 @@ def refuse_together(policy: Passes, replays_routing: bool, both_trained: bool) -
 
 
 def refuse_drafts(policy: Passes) -> None:
-    """Raise UserError where answers cannot go on from the beginnings of others."""
+    """Raise UserError where answers cannot continue prefixes of others."""
     if policy.plainly or policy.outside is not None or not divisible(policy.net.hf):
         raise UserError(
             "train.stages.speculative and train.stages.partial_rollout: only the policy's own "
@@ -74,7 +74,7 @@ def refuse_drafts(policy: Passes) -> None:
 
 
 def replay_experts(policy: Passes, net: SharedPrefix) -> None:
-    """Record and replay the experts of tokens. Raises UserError where that cannot be."""
+    """Record and replay the experts of tokens. Raises UserError where that is impossible."""
     if policy.engine != "own" or not net.share or net.packed:
         raise UserError(
             "policy option replay_routing needs engine own, prompts that are shared (not "
@@ -86,7 +86,7 @@ def replay_experts(policy: Passes, net: SharedPrefix) -> None:
 def pack_batches(
     policy: Passes, net: SharedPrefix, attention: str, packed: bool | None, branches: bool
 ) -> None:
-    """Turn packed batches on where options choose them; UserError where the model cannot take
+    """Turn on packed batches where options choose them; UserError where the model does not support
     them."""
     if packed and (attention not in ("sdpa", "xformers") or not net.share or not divisible(net.hf)):
         raise UserError(
@@ -109,7 +109,7 @@ def pack_batches(
 
 def compile_passes(policy: Passes, net: SharedPrefix, compile: bool | str) -> None:
     """Compile the passes of a policy by torch.compile, ``compile`` True or the name of a backend.
-    Raises UserError where that cannot be."""
+    Raises UserError where that is impossible."""
     if not compile:
         return
     experts = getattr(net.text_config, "num_experts", None) or getattr(
@@ -145,7 +145,7 @@ def refuse_shards(net: SharedPrefix) -> None:
 
 
 def warnings_of(policy: Passes, hf: Any) -> Iterator[str]:
-    """Yield what the log should warn of."""
+    """Yield warnings for the log."""
     if policy.sharing == "auto" and not shareable(hf):
         yield f"prompts of {hf.config.model_type} are read once for every answer, not once a group"
     if policy.outside is not None:

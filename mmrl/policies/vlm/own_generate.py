@@ -1,4 +1,4 @@
-"""Calls the ``generate`` that a class of transformers has."""
+"""Calls the ``generate`` of a transformers class."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(hf: Any, inputs: dict[str, Tensor], recorder: Any, synced: bool) -> None
         pad_token_id=recorder.ending.pad,
         use_cache=True,
     )
-    # a class's own may take a logits processor by name and drop it (Janus)
+    # a class's override may accept a logits processor and drop it (Janus)
     of_class = type(hf).generate
     by_name = "logits_processor" in inspect.signature(of_class).parameters
     generate = GenerationMixin.generate if by_name else of_class
@@ -43,8 +43,8 @@ def run(hf: Any, inputs: dict[str, Tensor], recorder: Any, synced: bool) -> None
 
 @contextmanager
 def _without_own_options(hf: Any, config: Any) -> Any:
-    """Remove the checkpoint's generation options within the block; they would fill what ``config``
-    leaves open."""
+    """Remove the checkpoint's generation options within the block; they would fill unset fields of
+    ``config``."""
     before = hf.generation_config
     hf.generation_config = config
     try:

@@ -1,5 +1,5 @@
-"""Builds batches without padding: the tokens of all rows one after another, each attending only
-within its own row."""
+"""Packs batches without padding: tokens of all rows in one sequence, each attending only within its
+row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NAME = "mmrl_packed"  # transformers' name of the attention below
 
 @dataclass
 class Layout:
-    """Tells where B rows lie among packed tokens. The last keys of a row are its queries: a query
-    sees all keys up to itself.
+    """Describes the layout of B packed rows. The last keys of a row are its queries: a query
+    attends to all keys up to itself.
 
     ``queries``, ``keys``: [B] long, how many each row has, at least 1. ``at``: [sum of keys] long,
-    which of the packed keys they are; None: all in turn. ``xformers``: attend by one call of it,
-    with a mask that is never written out; else rows are padded for the attention alone.
+    their indices among the packed keys; None: all in order. ``xformers``: attend by one call of it,
+    with an implicit mask; else rows are padded for the attention only.
     """
 
     queries: Tensor
@@ -79,8 +79,8 @@ class Layout:
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which packed query [B, T] and key [B, S] stands where in a padded batch, and where
-        the N queries are there.
+        """Return the packed query [B, T] and key [B, S] at each position of a padded batch, and the
+        positions of the N queries there.
 
         The padding repeats a row's last one, so that it attends to something.
         """
@@ -104,7 +104,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Read:
-    """Holds P prompts that have been read, their tokens one after another."""
+    """Holds P prompts that have been read, packed."""
 
     hidden: Tensor  # [P, H] at the last token
     lengths: Tensor  # [P] long
@@ -113,8 +113,7 @@ class Read:
 
 
 def enable(hf: Any) -> None:
-    """Let the language model attend by a layout where a pass has one, and by transformers' SDPA
-    otherwise."""
+    """Make the language model attend by a pass's layout, if any, else by transformers' SDPA."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -148,8 +147,7 @@ def _attention(
 
 
 def anything() -> Tensor:
-    """Return the attention mask that goes with a layout: transformers takes a mask of four
-    dimensions as complete."""
+    """Return the attention mask of a layout: transformers uses a 4D mask as it is."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
@@ -177,7 +175,7 @@ def squeeze(key_values: list[KV], real: Tensor) -> list[KV]:
 
 
 def unsqueeze(key_values: list[KV], lengths: Tensor) -> list[KV]:
-    """Undo ``squeeze``; the padding holds some other key, which masks hide."""
+    """Undo ``squeeze``; padding holds arbitrary keys, which masks hide."""
     at, real = _spread(lengths)
     order = real.long().argsort(dim=1, stable=True)  # the padding to the left
     at = at.gather(1, order)
@@ -194,8 +192,8 @@ def continued(
 ) -> Layout:
     """Lay out answers of ``answers`` [B] tokens to the prompts of ``rows`` [B], whose keys,
     ``lengths`` [P] of them, are packed before those of the answers. Where answers share tokens:
-    ``token`` [B, T], which of the packed tokens each is, and ``fresh`` [B], how many at a row's
-    end are its own."""
+    ``token`` [B, T], the packed index of each, and ``fresh`` [B], how many at a row's end are not
+    shared."""
     fresh = answers if fresh is None else fresh
     if token is None:
         steps = torch.arange(int(answers.max()), device=rows.device)
@@ -213,9 +211,9 @@ def continued(
 
 
 def owners(rows: Tensor, ids: Tensor, answers: Tensor) -> Tensor:
-    """Find for each token of ids [B, T] the first row that answers the same prompt of ``rows`` [B]
-    by the same tokens up to it, [B, T] long: equal beginnings are read once. A row has the first
-    ``answers`` [B] of its tokens."""
+    """Find for each token of ids [B, T] the first row with the same prompt of ``rows`` [B] and the
+    same tokens up to it, [B, T] long: equal prefixes are read once. A row has the first ``answers``
+    [B] of its tokens."""
     equal = (ids[:, None] == ids[None]) & (rows[:, None] == rows)[..., None]
     long_enough = torch.arange(ids.shape[1], device=ids.device) < answers[:, None]
     alike = equal.to(torch.uint8).cumprod(2, dtype=torch.uint8) * long_enough[None]
@@ -223,7 +221,7 @@ def owners(rows: Tensor, ids: Tensor, answers: Tensor) -> Tensor:
 
 
 def _spread(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the packed position of each row's tokens, [B, longest], the last one repeated behind
+    """Return the packed position of each row's tokens, [B, longest], the last one repeated after
     its end, and which are real."""
     steps = torch.arange(int(lengths.max()), device=lengths.device)
     real = steps < lengths[:, None]

@@ -1,5 +1,5 @@
-"""Sets what of a vision-language model is trained: language model, projector and vision tower each
-fully, by an adapter, or not at all, with learning rates of their own."""
+"""Chooses what is trained of a vision-language model: language model, projector and vision tower
+each fully, by an adapter, or frozen, with separate learning rates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mmrl.policies.vlm.families import PARTS, modules_of, part_of
 
 How = Literal["full", "lora", "frozen"]
 Positive = Annotated[float, Gt(0)]
-# no adapters there: the head is tied, or not used for answers
+# no adapters in these: the head is tied, or not used for answers
 HEADS = ("lm_head", "embed_tokens", "generation_head")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
-# Janus and Chameleon draw with the first of these; prompts hold no sound
+# Janus and Chameleon generate images with the first of these; prompts hold no sound
 NEVER_USED = (
     "vqmodel",
     "generation_embeddings",
@@ -31,15 +31,15 @@ NEVER_USED = (
     "embed_audio",
     "audio_embed",
 )
-# families that build the pooling head of their tower and read what is before it
+# families that build their tower's pooling head but read its input
 HEADLESS = ("lfm2_vl", "cohere2_vision", "phi4_multimodal")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Says ``how`` one part is trained. ``lr`` is its own learning rate, or ``factor`` multiplies
-    the optimizer's. Of an adapter: ``rank``, ``alpha`` (None: twice the rank), ``targets``,
-    module-name suffixes (None: every linear layer of the part)."""
+    """Options of one part: ``how`` it is trained; ``lr``, its own learning rate, or ``factor``,
+    which multiplies the optimizer's. Of an adapter: ``rank``, ``alpha`` (None: twice the rank),
+    ``targets``, module-name suffixes (None: every linear layer of the part)."""
 
     how: How = "full"
     lr: Positive | None = None
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """Says how each part is trained: a word, or a word with options."""
+    """How each part is trained: a word, or a word with options."""
 
     language: How | Part
     projector: How | Part
@@ -77,7 +77,7 @@ class Parts:
 
 
 def adapters_only(lora: object, parts: Parts | None) -> bool:
-    """Tell whether nothing but adapters is trained, by the options ``lora`` and ``train``."""
+    """Tell from the options ``lora`` and ``train`` whether only adapters are trained."""
     if parts is None:
         return lora is not None
     return all(part.how != "full" for part in parts.named().values())
@@ -90,8 +90,8 @@ def everything(net: nn.Module) -> Parts:
 
 
 def set_trainable(net: nn.Module, parts: Parts) -> None:
-    """Freeze ``net`` but for what ``parts`` train, and add their adapters, in float32 and zero at
-    the start.
+    """Freeze ``net`` except what ``parts`` train, and add their adapters, in float32 and initially
+    zero.
 
     Raises UserError for a part the network does not have, and for targets that match nothing.
     """
@@ -120,9 +120,8 @@ def set_trainable(net: nn.Module, parts: Parts) -> None:
 
 
 def idle(net: nn.Module) -> set[str]:
-    """Name the parameters that take no part in answers, so that they never have a gradient: what
-    draws images or hears, and what lies behind the layer of the vision tower that the language
-    model reads."""
+    """Name the parameters that answers never use, so that they have no gradient: image generation,
+    audio, and vision layers after the one that the language model reads."""
     names = [name for name, _ in net.named_parameters()]
     unused = {name for name in names if any(f".{part}." in f".{name}" for part in NEVER_USED)}
     config = getattr(net, "config", None)
@@ -150,8 +149,8 @@ def idle(net: nn.Module) -> set[str]:
 
 
 def groups_of(net: nn.Module, parts: Parts | None) -> list[ParameterGroup]:
-    """Group the trainable parameters by part, each with its learning rate; in one group where parts
-    do not differ."""
+    """Group the trainable parameters by part, each with its learning rate; one group if all are
+    equal."""
     trainable = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     if parts is None:
         return [ParameterGroup([p for _, p in trainable])]
@@ -164,7 +163,7 @@ def groups_of(net: nn.Module, parts: Parts | None) -> list[ParameterGroup]:
 
 
 def beside_adapters(net: nn.Module) -> bool:
-    """Tell whether adapters are trained, and other parameters too."""
+    """Tell whether adapters are trained along with other parameters."""
     kinds = {"lora_" in name for name, p in net.named_parameters() if p.requires_grad}
     return kinds == {True, False}
 
@@ -195,8 +194,7 @@ def _short(count: int) -> str:
 
 
 def _add_adapters(net: nn.Module, chosen: dict[str, Part]) -> None:
-    """Add one peft adapter over all parts, so that it is saved and exported as one, each part with
-    its rank."""
+    """Add one peft adapter over all parts, saved and exported as one, with a rank per part."""
     from peft import LoraConfig
 
     ranks = {}

@@ -118,33 +118,30 @@ class VLM(
     Stateful,
     Exports,
 ):
-    """Trains vision-language models, which answer images, videos or text in text; any folder or hub
-    id.
+    """Trains vision-language models (image, video, audio or text to text), any folder or hub id.
 
-    path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an answer. temperature,
-    top_k, top_p: of sampling and of scoring. anneal: what the temperature is multiplied by, falling
-    from token to token (EAD). adaptive_temperature: the most that it rises for tokens of high
-    entropy, and falls for those of low entropy, as a share (HAPO). stop: strings after which an
-    answer ends. greedy_evaluation: evaluation takes the likeliest token. budgets: what images,
-    videos and prompts may cost. coordinate_space: the space of the model's coordinates, where its
-    family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole group, "none"
-    once for every answer; "auto" is prefix, unless a comparison with the model's own pass shows
-    that it is not exact. dtype: of the weights. engine: what samples: "own"; "hf",
-    transformers' generate; "vllm", in this
-    process; or "vllm-server", one that runs elsewhere. For all but "own" the engine's log-probs are
-    kept beside those of the policy's own passes. vllm: how vLLM is started and gets the weights.
+    path: folder, hub id or world:NAME. max_new_tokens: maximum tokens of an answer. temperature,
+    top_k, top_p: of sampling and of scoring. anneal: factor of the temperature, falling from token
+    to token (EAD). adaptive_temperature: largest relative increase for tokens of high entropy, and
+    decrease for those of low entropy (HAPO). stop: strings after which an answer ends.
+    greedy_evaluation: greedy decoding in evaluation. budgets: what images, videos and prompts may
+    cost. coordinate_space: the space of the model's coordinates, where its family's is unknown.
+    prefix_sharing: "prefix" reads a prompt once for its whole group, "none" once for every answer;
+    "auto" is prefix, unless a comparison with the model's own pass shows that it is not exact.
+    dtype: of the weights. engine: what samples: "own"; "hf", transformers' generate; "vllm", in
+    this process; or "vllm-server", a remote one. For all but "own" the engine's log-probs are kept
+    along with those of the policy's own passes. vllm: how vLLM is started and gets the weights.
     attention: transformers' implementation; xformers: on CUDA, where rows and images are packed,
-    with sdpa elsewhere. remove_padding: prompts and answers are read without padding, one row after
-    another; by default with xformers, where answers branch, and in scoring passes that would be a
-    quarter padding. tree: the answers of a group share their beginnings, which are written and read
-    once; null: each by itself. lora: adapters in the language model. record_question_gain: record
-    how much likelier the question makes each token of an answer, by one more pass, for the reward
-    self_aligned. self_score: a token that answers do not need, whose log-prob behind an answer is
-    the model's own verdict, recorded by one more pass for the reward last_token. replay_routing: of
-    models with experts, send tokens in training to those they went to in sampling. refill: an
-    answer that ends makes room for the next, of all prompts that one pass reads: as they stand
-    (rows); those first whose prompt's answers were longest or shortest so far; or by a plan (FPTAS)
-    for lengths that are predicted from prompt and tokens so far, by what ended answers taught.
+    with sdpa elsewhere. remove_padding: prompts and answers are packed without padding; by default
+    with xformers, where answers branch, and in scoring passes that would be a quarter padding.
+    tree: the answers of a group share prefixes, which are sampled and read once; null: each by
+    itself. lora: adapters in the language model. record_question_gain: record the gain in log-prob
+    of each answer token from the question, by one more pass, for the reward self_aligned.
+    self_score: a token unused in answers, whose log-prob after an answer is the model's own
+    verdict, recorded by one more pass for the reward last_token. replay_routing: for mixtures of
+    experts, route tokens in training as in sampling. refill: when an answer ends, another takes its
+    row, from all prompts that one pass reads: in order (rows); prompts with the longest or shortest
+    answers so far first; or by a plan (FPTAS) for lengths predicted from prompt and tokens so far.
     train: instead, how language model, projector and vision tower are each trained; by default all
     fully. quantization: the frozen weights of all blocks in 4 bits (nf4, fp4) or 8 (8bit), under
     adapters. compile: the passes of sampling and scoring, by torch.compile; a text is the name of
@@ -224,15 +221,15 @@ class VLM(
     def _find(
         self, path: str, engine: Engine, dtype: Storage, vllm: VLLMOptions, lora: Lora | int | None
     ) -> None:
-        """Find the model's folder and class, and start what else samples: first, since an engine
-        that cannot run should say so before the model is loaded."""
+        """Find the model's folder and class, and start the engine: first, so that one that cannot
+        run fails before the model is loaded."""
         self.place = locate(path)
         rank = lora.rank if isinstance(lora, Lora) else lora or 0
         self.outside = started(engine, Setup(self.place, dtype, vllm, rank))
         self.auto_class = auto_class(self.place)
 
     def _network(self, hf: Any, attention: str, remove_padding: bool | None) -> SharedPrefix:
-        """Wrap the model so that prompts are shared as the options say."""
+        """Wrap the model with the chosen prefix sharing."""
         net = SharedPrefix(hf, share=self.sharing != "none")
         pack_batches(self, net, attention, remove_padding, self.tree is not None)
         refuse_tree(self, net)
@@ -253,7 +250,7 @@ class VLM(
         self.inputs = Inputs(processor, hf.config, budgets, family, hf.generation_config, template)
 
     def _ending(self, max_new_tokens: int, stop: Sequence[str]) -> Ending:
-        """Return when an answer ends, and what is recorded of its tokens."""
+        """Return the stopping rule and the recorded token quantities."""
         reader = self.inputs
         strings = tuple(stop)
         ending = Ending(max_new_tokens, reader.stops, reader.pad, strings, reader.decode)
@@ -309,7 +306,7 @@ class VLM(
         return self._finished(corrected, size)
 
     def _asked(self, prompts: list[Prompt], copies: Copies, row: Tensor, rng: Rng) -> Answers:
-        """Let the engine outside answer the prompts."""
+        """Let the external engine answer the prompts."""
         requests = [
             request
             for prompt, size in zip(prompts, per_prompt(copies, len(prompts)), strict=True)
@@ -320,13 +317,13 @@ class VLM(
         )
 
     def _finished(self, rollout: Rollout, size: int) -> Rollout:
-        """Record what is measured of whole answers."""
+        """Record the measurements of whole answers."""
         return with_self_scores(self, self.with_divergence(rollout, size), size)
 
     def _recorded(
         self, answers: Answers, cond: list[Encoded], group: Tensor, row: Tensor
     ) -> Rollout:
-        # a row of the network for every token written
+        # a row of the network for every sampled token
         self.report.forwards += int(answers.mask.sum())
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
         rollout = Rollout(
@@ -355,13 +352,13 @@ class VLM(
         rng: Rng,
         size: int,
     ) -> Rollout:
-        """Answer from the beginnings of earlier answers that the weights of now accept."""
+        """Answer from the accepted prefixes of earlier answers."""
         refuse_drafts(self)
         drafts = resized(drafts, self.ending.tokens)
         answers = self._answers(cond, group, row, rng, size, drafts)
         assert answers.num_accepted is not None
         drafts.accepted.append(torch.stack([answers.num_accepted, drafts.mask.sum(1)], 1).cpu())
-        # a draft is one row of the network, and what is kept of it no further one
+        # a draft costs one row of the network, and its accepted tokens no more
         self.report.forwards += len(row) - int(answers.num_accepted.sum())
         return self._finished(self._recorded(answers, cond, group, row), size)
 
@@ -447,7 +444,7 @@ class VLM(
         return self.ending.tokens
 
     def set_max_new_tokens(self, tokens: int) -> None:
-        """Limit answers to so many new tokens from now on."""
+        """Limit answers to that many new tokens from now on."""
         self.ending = replace(self.ending, tokens=tokens)
 
     def decode(self, rollout: Rollout) -> Media:
@@ -472,7 +469,7 @@ class VLM(
         """Save the model, or its adapter where nothing else was trained, with processor and chat
         template."""
         hf = self.net.hf
-        if beside_adapters(hf):  # transformers saves a model with adapters as these alone
+        if beside_adapters(hf):  # transformers saves only the adapters of a model that has some
             whole = pretrained.load_model(type(hf), self.place, dtype=hf.dtype)
             whole.load_state_dict(merged(hf))
             hf = whole
@@ -485,8 +482,8 @@ class VLM(
 
     @torch.no_grad()
     def _rescored(self, rollout: Rollout, size: int) -> Rollout:
-        """Score by the policy's own passes what another engine sampled; the engine's log-probs stay
-        as ``sampler_logprob``."""
+        """Score by the policy's own passes what another engine sampled; the engine's log-probs are
+        kept as ``sampler_logprob``."""
         every = [
             (self._scored(rollout[part]), counts)
             for part, counts in self.pass_sizes.chunks(len(rollout), size)

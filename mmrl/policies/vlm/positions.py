@@ -1,4 +1,4 @@
-"""Computes the positions of prompts' tokens, with several axes where the family has them."""
+"""Computes the position ids of prompts, with several axes where the family has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-# what positions with several axes are computed from: names of get_rope_index, and of inputs
+# inputs of positions with several axes: argument names of get_rope_index, and names of inputs
 ROPE_INPUTS = {
     "input_ids": "input_ids",
     "mm_token_type_ids": "mm_token_type_ids",
@@ -34,16 +34,16 @@ def axes(hf: Any) -> int:
 
 def following(inputs: dict[str, Tensor]) -> Tensor:
     """Return the position of the token that follows every prompt, [P] long: the one after that of
-    its last token, as in one pass over prompt and answer. A clip's own may be later: they count
-    seconds, those of the text behind it go on from the width of a frame."""
+    its last token, as in one pass over prompt and answer. Positions inside a clip may be later:
+    they count seconds, while the text after it continues from the width of a frame."""
     last = inputs["position_ids"][..., -1]
     return (last if last.ndim == 1 else last.amax(0)) + 1
 
 
 @contextmanager
 def following_the_prompt(hf: Any) -> Iterator[None]:
-    """Let transformers' own ``generate`` place answers as ``following`` does within the block; by
-    itself it begins behind the latest position of any token."""
+    """Make transformers' own ``generate`` position answers as ``following`` does within the block;
+    by default it starts after the highest position of any token."""
     base = hf.base_model
     if not axes(hf):
         yield

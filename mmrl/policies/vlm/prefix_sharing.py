@@ -1,4 +1,4 @@
-"""Wraps the trained network: one forward pass reads every prompt once, images included, and
+"""Wraps the trained network: one forward pass reads each prompt once, images included, and
 continues it with many answers.
 
 Log-probs and gradients are those of separate passes of prompt and answer: keys and values of a
@@ -35,28 +35,28 @@ from mmrl.policies.vlm.prefixes import Prefix
 from mmrl.policies.vlm.routing import Routing
 from samplers.warp import Warp
 
-# share of a pass that is padding behind answers from which on it is packed by itself; packing costs
-# an index of what attention reads in every layer
+# share of padding after answers from which a pass is packed automatically; packing costs an index
+# in every attention layer
 SPARSE = 0.25
 
 
 class SharedPrefix(nn.Module):
-    """Wraps an image-text-to-text model of transformers. Every pass is a call of this module,
-    whatever wraps it."""
+    """Wraps an image-text-to-text model of transformers. Every pass is a call of this module, so
+    that wrappers see it."""
 
     def __init__(self, hf: Any, share: bool = True):
         super().__init__()
         self.hf = hf
         self.head = Head(hf)
         self.share = share
-        # packed: batches without padding; fused: xformers attends to them
+        # packed: batches without padding; fused: attention by xformers
         self.packed = self.fused = False
-        self.packs_sparse = False  # so are those to score that would be padding for a good part
+        self.packs_sparse = False  # so are scoring passes that would be largely padding
         self.routing: Routing | None = None  # records and replays the choice of experts
 
         self.compiled: Compiled | None = None  # passes as graphs
         self.cascades = True  # where layers attend by torch's own attention
-        self.branches = False  # answers may begin alike, and packed ones are then read once
+        self.branches = False  # answers may share prefixes, which packed passes read once
         cross_attention_caches.skip_cross_attention_without_images(hf)
         if hf.config.model_type == "llama4":
             hf.language_model.register_forward_hook(_without_images)
@@ -74,7 +74,7 @@ class SharedPrefix(nn.Module):
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         full = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
         by_sdpa = config._attn_implementation in ("sdpa", packing.NAME)
-        # DeepSeek's layers keep what keys and values are computed from
+        # DeepSeek's layers cache the latents of keys and values
         latent = getattr(config, "kv_lora_rank", None) is not None
         return full and self.config.model_type in DIRECT and by_sdpa and not latent
 
@@ -83,8 +83,8 @@ class SharedPrefix(nn.Module):
         return self.hf.config.get_text_config()
 
     def forward(self, work: str, *arguments: Any, **options: Any) -> Any:
-        """Call the method named ``work``. Wrappers (DDP, FSDP2) see calls of the module only: all
-        passes go through it."""
+        """Call the method named ``work``. Wrappers (DDP, FSDP2) see only calls of the module, so
+        all passes go through it."""
         return getattr(self, work)(*arguments, **options)
 
     def read(self, inputs: dict[str, Tensor]) -> Prefix:
@@ -126,8 +126,8 @@ class SharedPrefix(nn.Module):
             yield
 
     def cascade(self, prefix: Prefix, rows: Tensor) -> Cascade | None:
-        """Begin answers to the prompts of ``rows`` [B] that are sampled token by token, where a
-        prompt's keys are read once for all its rows; None: each row has a copy of them."""
+        """Start sampling answers to the prompts of ``rows`` [B] token by token, where a prompt's
+        keys are read once for all its rows; None: each row has its own copy."""
         able = self.cascades and self.plain and fits(prefix.hidden, len(rows))
         return Cascade(prefix.key_values, prefix.mask, rows) if able else None
 
@@ -144,9 +144,9 @@ class SharedPrefix(nn.Module):
         """Return hidden states [B, L, H] of answer tokens ``ids`` [B, L] that begin at position
         ``place`` [B]; ``mask`` [B, S] covers all tokens before them.
 
-        ``whole``: whether the mask is True everywhere; None: unknown, so transformers asks the
-        device. ``routes`` [B, L, R]: the experts that the tokens go to. ``cascade``: what the
-        rows attend to, in the place of ``cache``; then the mask is that of answers alone.
+        ``whole``: whether the mask is True everywhere; None: unknown, so transformers synchronises
+        to find out. ``routes`` [B, L, R]: the experts that the tokens go to. ``cascade``: what the
+        rows attend to, instead of ``cache``; the mask then covers answers only.
         """
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
@@ -159,7 +159,7 @@ class SharedPrefix(nn.Module):
         if not self.cascades or not self.plain or length > 1 or whole is None:
             with self._routed(routes):
                 return self.continued(ids, places, attended, cache)
-        # the mask transformers would build after reading its values on the host
+        # the mask that transformers would build after a device synchronisation
         return self.continued(ids, places, None if whole else attended.bool()[:, None, None], cache)
 
     def step_and_draw(
@@ -167,9 +167,9 @@ class SharedPrefix(nn.Module):
         then: tuple[Callable[..., Any], Warp, Tensor | None],
         *step: Any,
     ) -> tuple[Tensor, Any]:
-        """Return what ``step`` returns of one token a row, with all of its arguments, and, if that
-        is compiled, what is drawn of it; ``then``: a function of logits, the warp and random
-        numbers [B]."""
+        """Return what ``step`` returns for one token per row, taking the same arguments, and, if
+        compiled, the draw from it; ``then``: a function of logits, the warp and random numbers
+        [B]."""
         ids, place, mask, cache, _whole, _routes, cascade = step
         able = self.compiled is not None and self.compiled.samples(ids, mask, cascade)
         if self.compiled is None or not able or changes(then[1]):
@@ -231,8 +231,7 @@ class SharedPrefix(nn.Module):
         )
 
     def _trimmed(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Leave out the columns behind the last token that is scored; also returns ``where`` on the
-        host."""
+        """Drop the columns after the last scored token; also returns ``where`` on the host."""
         on_rows = on_host(where)
         length = int(on_rows.any(0).nonzero().max()) + 1
         if self.share and sharded(self):  # gathered for prompts, then for answers of any length
@@ -245,8 +244,8 @@ class SharedPrefix(nn.Module):
         return ids, where, on_rows
 
     def _sparse(self, of_prompts: int, where: Tensor) -> bool:
-        """Tell whether a pass over so many tokens of prompts and answers ``where`` [B, T], on the
-        host, is made without padding since much of it would be that."""
+        """Tell whether a pass over ``of_prompts`` prompt tokens and answers ``where`` [B, T], on
+        the host, is packed because a large share of it would be padding."""
         if not self.packs_sparse or self.routing is not None or sharded(self):
             return False
         tokens = of_prompts + where.numel()
@@ -291,8 +290,8 @@ class SharedPrefix(nn.Module):
         run_generate(self.hf, taken, recorder, synced)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Let layers be computed again in the backward pass; with caches that is safe, since ours
-        do not change then.
+        """Turn on gradient checkpointing; it is safe with mmrl's caches, which do not change when
+        recomputed.
 
         Raises UserError with a transformers whose layers would drop the cache.
         """
@@ -321,7 +320,7 @@ class SharedPrefix(nn.Module):
 
     @contextmanager
     def _routed(self, routes: Tensor | None) -> Iterator[None]:
-        """Send the tokens of a pass along ``routes`` [*, R], where routing is replayed."""
+        """Route the tokens of a pass along ``routes`` [*, R], where routing is replayed."""
         if self.routing is None:
             yield
             return
@@ -349,7 +348,7 @@ class SharedPrefix(nn.Module):
         later = self.step(
             ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache, None, routes
         )
-        # as does a pass of answers none of which has a decision there
+        # as does a pass whose answers have no decision
         return torch.cat([first + 0 * later[:, :1], later], 1)
 
     def _packed(
@@ -370,7 +369,7 @@ class SharedPrefix(nn.Module):
         owner = packing.owners(rows, ids, answers) if self.branches else each.expand_as(ids)
         to_read = (steps < answers[:, None]) & (owner == each)
         numbers = (to_read.flatten().cumsum(0) - 1).view_as(to_read)
-        token = numbers[owner, steps]  # [B, T] which of the tokens that are read each one is
+        token = numbers[owner, steps]  # [B, T] index among the tokens that are read
         # a prompt without answers takes part in the backward pass too
         hidden = prefix.hidden + 0 * prefix.hidden.sum(0)
         if to_read.any():
@@ -388,8 +387,8 @@ class SharedPrefix(nn.Module):
         return hidden[at[where]]
 
     def _read_packed(self, inputs: dict[str, Tensor]) -> packing.Read:
-        """Read the prompts of one left-padded batch; those of families that look ahead are read
-        with their padding."""
+        """Read the prompts of one left-padded batch; families with non-causal prompts keep their
+        padding."""
         if self.config.model_type not in CAUSAL:
             return self.read(inputs).packed()
         packed, lengths = packing.pack(inputs)
@@ -418,8 +417,8 @@ class SharedPrefix(nn.Module):
     def continued(
         self, ids: Tensor, places: Tensor, attention_mask: Tensor | None, cache: Any, **options: Any
     ) -> Tensor:
-        """Return hidden states [B, L, H] after the tokens ids [B, L] at ``places`` [B, L], behind
-        what the cache holds."""
+        """Return hidden states [B, L, H] after the tokens ids [B, L] at positions ``places`` [B,
+        L], after the cached tokens."""
         if count := axes(self.hf):
             places = places.expand(count, -1, -1)
         direct = self.config.model_type in DIRECT
@@ -436,8 +435,8 @@ class SharedPrefix(nn.Module):
         return hidden
 
     def _apart(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
-        """Return what ``_shared`` does by one pass of prompt and answer for each row; ``inputs``
-        hold the rows' prompts in order, and behind them those without an answer."""
+        """Return what ``_shared`` does, by one pass of prompt and answer per row; ``inputs`` hold
+        the rows' prompts in order, followed by those without an answer."""
         answered = len(ids)
         witnesses = len(inputs["input_ids"]) - answered
         if witnesses < 0:
@@ -474,12 +473,12 @@ class SharedPrefix(nn.Module):
         return longer
 
     def own(self, prompt: dict[str, Tensor], ids: Tensor) -> Tensor:
-        """Return the logits [1, T, V] at an answer ids [1, T] by the class's own pass over one
-        prompt and it, as its processor encoded it, without anything of mmrl."""
+        """Return the logits [1, T, V] at an answer ids [1, T] by the class's own pass over prompt
+        and answer, as its processor encoded it, without any code of mmrl."""
         inputs = {name: x for name, x in prompt.items() if name not in ("places", "routes")}
         longer = inputs | self._lengthened(inputs, ids)
         count = ids.shape[1] + 1
-        # logits of all tokens would be large; a class's own logits_to_keep may cut elsewhere
+        # logits of all tokens would be large, and a class's logits_to_keep may cut differently
         hook = output_embeddings(self.hf).register_forward_pre_hook(
             lambda _, given: (given[0][:, -count:], *given[1:])
         )
@@ -490,15 +489,15 @@ class SharedPrefix(nn.Module):
         return logits[:, -count:-1]
 
     def _base(self, witness: Any = None, **inputs: Any) -> Tensor:
-        """Read tokens ``inputs``; ``witness``: a picture that none of them looks at, where the
-        layers for pictures have to take part."""
+        """Read tokens ``inputs``; ``witness``: an image that none of them attends to, where the
+        cross-attention layers have to take part."""
         base = self.hf.base_model
         if witness is not None:
             inputs |= cross_attention_caches.unseen(self.hf, witness, len(inputs["input_ids"]))
         if base is not self.hf:
             hidden: Tensor = base(**inputs, return_dict=True).last_hidden_state
             return hidden
-        # the head is inside its language model: take what goes into it
+        # the head is inside its language model: take its input
         outputs: list[Any] = []
         hook = language_model(self.hf).register_forward_hook(lambda *call: outputs.append(call[2]))
         try:
@@ -510,14 +509,14 @@ class SharedPrefix(nn.Module):
 
 
 def _without_images(*call: Any) -> None:
-    """Give what Llama 4's language model returns the name that its caller reads of it: in
-    transformers 5.24.0 the model fails without."""
+    """Rename the output of Llama 4's language model as its caller expects: in transformers 5.24.0
+    the model fails without it."""
     output = call[-1]
     if not hasattr(output, "image_outputs"):
         output.image_outputs = None
 
 
 def language_model(hf: Any) -> Any:
-    """Return the language model without its head, of a family of ``DIRECT`` or one whose head is
-    inside its language model."""
+    """Return the language model without its head, for families of ``DIRECT`` and those whose head
+    is inside the language model."""
     return network(writer(hf)) if hf.base_model is hf else hf.base_model.language_model

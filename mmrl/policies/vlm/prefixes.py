@@ -1,4 +1,4 @@
-"""Holds prompts that have been read, for the answers that continue them."""
+"""Holds prompts that have been read, for answers that continue them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mmrl.policies.vlm.states import State
 
 @dataclass(frozen=True)
 class Prefix:
-    """Holds P prompts that have been read: all that is needed to continue them."""
+    """Holds P prompts that have been read, with all that is needed to continue them."""
 
     hidden: Tensor  # [P, H] at the last token, from which the first answer token comes
     mask: Tensor  # [P, S] bool, False is padding (on the left)
     following: Tensor  # [P] long: position of the first answer token
-    memory: Sequence[Memory]  # keys and values of every layer, its state or its pictures
+    memory: Sequence[Memory]  # keys and values of every layer, its state or its images
 
     @property
     def key_values(self) -> list[KV]:
@@ -31,6 +31,6 @@ class Prefix:
         return pairs
 
     def packed(self) -> packing.Read:
-        """Return the prompts with their tokens one after another."""
+        """Return the prompts packed."""
         key_values = packing.squeeze(self.key_values, self.mask)
         return packing.Read(self.hidden, self.mask.sum(1), self.following, key_values)

@@ -1,9 +1,9 @@
 """Turns prompts into tensors: the processor's side of a vision-language model, without any pass of
 the network.
 
-A prompt is encoded alone, exactly as its processor and chat template have it, and prompts are put
-together afterwards by one rule for all families: sequences are padded on the left, vision tensors
-are joined along their first dimension.
+A prompt is encoded alone, exactly as its processor and chat template do, and prompts are collated
+afterwards by one rule for all families: sequences are padded on the left, vision tensors are joined
+along their first dimension.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ ViewSizes = list[list[int]]
 
 
 class Inputs:
-    """Encodes prompts for one model. ``generation``: its generation config, which lists further
-    stop tokens; ``template``: further variables of its chat template."""
+    """Encodes prompts for one model. ``generation``: its generation config, which lists more stop
+    tokens; ``template``: extra variables of its chat template."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Inputs:
         self.budgets = budgets
         self.family = family
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.flat = False  # whether the processor takes no lists of pictures by prompt
+        self.flat = False  # whether the processor takes one flat list of images
         self.template = Template(processor, self.tokenizer, family.name, template or {})
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -94,8 +94,8 @@ class Inputs:
         return encoded, self._view(encoded, images, videos) | {"begun": begun}
 
     def engine_prompt(self, prompt: Prompt) -> EnginePrompt:
-        """Return a prompt for another engine, whose own processor puts features in the place of
-        each placeholder."""
+        """Return a prompt for another engine, whose own processor replaces each placeholder by
+        features."""
         messages, images, videos = self._opened(prompt)
         if any(p["type"] == "audio" for m in messages for p in m["content"]):
             raise UserError(f"{where(prompt)}: other engines are given no audio; use engine: own")
@@ -110,8 +110,8 @@ class Inputs:
         )
 
     def measure(self, prompt: Prompt) -> tuple[Cost, float]:
-        """Return what a prompt costs within its budget, and the factor its pixels were scaled by
-        for that."""
+        """Return a prompt's cost within its budget, and the factor by which its pixels were
+        scaled."""
         encoded, scale = self._within(prompt, *self._opened(prompt))
         return self.cost(encoded), scale
 
@@ -135,7 +135,7 @@ class Inputs:
             scale *= step * self._shrunk(encoded, smaller)
 
     def _shrunk(self, encoded: dict[str, Tensor], images: list[Any]) -> float:
-        """Return how much of these pixels the processor keeps by itself: what is above that has no
+        """Return the share of these pixels that the processor itself keeps: larger scales have no
         effect."""
         if self.family.resize != "grid" or not images:
             return 1.0
@@ -150,7 +150,7 @@ class Inputs:
         if missing := {
             f"return_{name}": True for name in self.family.needs if name not in processed
         }:
-            # some give type ids only where they are asked for
+            # some return type ids only on request
             processed = self._processed(prompt, messages, images, videos, **missing)
         encoded = {k: torch.as_tensor(v) for k, v in processed.items() if k not in UNUSED}
         for name in self.family.needs:
@@ -168,8 +168,7 @@ class Inputs:
     def _check_media(
         self, prompt: Prompt, encoded: dict[str, Tensor], images: int, videos: int
     ) -> None:
-        """Check that the family takes what a prompt shows it. Raises UserError naming the
-        prompt."""
+        """Check that the family supports the prompt's media. Raises UserError naming the prompt."""
         if videos and (not self.family.video or not any(map(is_pixels, encoded))):
             raise UserError(
                 f"{where(prompt)}: {self.family.name} takes no videos; give frames of it as images"
@@ -206,10 +205,9 @@ class Inputs:
         return kinds_of(encoded, self.family)
 
     def view(self, prompt: Prompt, encoded: dict[str, Tensor]) -> dict[str, Any]:
-        """Return what a reward must know of what the model saw: ``coords``, the ``sizes`` of the
+        """Return what a reward must know about the model's input: ``coords``, the ``sizes`` of the
         files and ``resized`` sizes in pixels [W, H], images before videos, ``frames`` of the video
-        and its ``duration`` in seconds; and ``begun``, with what the prompt has begun its
-        answer."""
+        and its ``duration`` in seconds; and ``begun``, the start of the answer in the prompt."""
         messages, images, videos = self._opened(prompt)
         begun = self._rendered(prompt, messages)[1]
         return self._view(encoded, images, videos) | {"begun": begun}
@@ -227,13 +225,13 @@ class Inputs:
         }
 
     def placeholders(self, encoded: dict[str, Tensor]) -> int:
-        """Count the positions of a prompt that stand for image or video features."""
+        """Count the placeholder tokens of image or video features in a prompt."""
         ids = [i for i in (self.placeholder("image"), self.placeholder("video")) if i is not None]
         return int(torch.isin(encoded["input_ids"], torch.tensor(ids)).sum())
 
     def tokens(self, answer: str) -> list[int] | None:
-        """Return an answer as a model writes it, the stop token included; None if it holds a token
-        that may not be sampled."""
+        """Return an answer's tokens with the stop token; None if it contains a token that may not
+        be sampled."""
         ids: list[int] = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         never = {*self.suppressed, *self.stops}
         size = text_of(self.config).vocab_size
@@ -255,7 +253,7 @@ class Inputs:
         return text
 
     def save(self, folder: Any) -> None:
-        """Save processor, tokenizer and chat template beside a model."""
+        """Save processor, tokenizer and chat template to a model's folder."""
         self.processor.save_pretrained(folder)
 
     # ----------------------------------------------------------------------------------------------
@@ -274,7 +272,7 @@ class Inputs:
         marked = {
             kind: sum(p["type"] == kind for m in messages for p in m["content"]) for kind in waiting
         }
-        for kind in ("audio", "video", "image"):  # images come first, sounds last
+        for kind in ("audio", "video", "image"):  # images first, audio last
             if not marked[kind]:
                 first = next((m for m in messages if m["role"] == "user"), messages[-1])
                 first["content"] = [{"type": kind}] * counts[kind] + first["content"]
@@ -337,8 +335,8 @@ class Inputs:
             ) from error
 
     def _called(self, text: list[str], options: dict[str, Any]) -> Any:
-        """Call the processor with the pictures as a list of the prompts' lists; one that takes a
-        single list (GOT-OCR 2) with that."""
+        """Call the processor with images as a list of lists by prompt, or, if it takes none
+        (GOT-OCR 2), as one flat list."""
         try:
             return self.processor(text=text, **options)
         except (ValueError, TypeError) as error:
@@ -349,7 +347,7 @@ class Inputs:
         return whole
 
     def _sounds(self, prompt: Prompt, messages: list[dict[str, Any]]) -> list[Any]:
-        """Open the sounds of a prompt, in the order of their places."""
+        """Open a prompt's audio, in the order of its placeholders."""
         sources = [p["audio"] for m in messages for p in m["content"] if p["type"] == "audio"]
         if not sources:
             return []
@@ -357,8 +355,8 @@ class Inputs:
         return [open_audio(source, rate, prompt) for source in sources]
 
     def _rendered(self, prompt: Prompt, messages: list[dict[str, Any]]) -> tuple[str, str]:
-        """Return the text of a prompt, and with what its answer has begun there: the mark of a
-        thought that the template opens, and the row's ``prefill``."""
+        """Return the text of a prompt, and the start of the answer in it: the thinking tag that the
+        template opens, and the row's ``prefill``."""
         rendered = self.template.render(prompt, messages)
         opened = opened_by(rendered)
         prefill = behind(opened, prompt.get("prefill", ""))
@@ -375,10 +373,10 @@ class Inputs:
             )
 
     def _check_count(self, prompt: Prompt, encoded: dict[str, Tensor]) -> None:
-        """Check the placeholders against the grids' number of features; a text with special tokens
-        of its own would have more."""
+        """Check the placeholders against the number of features by the grids; a text that contains
+        special tokens would have more."""
         features = {kind: self._features(kind, encoded) for kind in ("image", "video")}
-        if not self.family.known:  # its marks may be more than features: ends of lines (HunYuan)
+        if not self.family.known:  # it may have extra placeholders: ends of lines (HunYuan)
             return
         if self.family.video_tokens == "image":
             features = {"image": features["image"] + features["video"], "video": 0}
@@ -403,7 +401,7 @@ class Inputs:
         return int(patches.prod(1).sum()) // self._merge(kind) ** 2
 
     def mismatch(self, prompt: Prompt, kind: str, expected: int, actual: int) -> UserError:
-        """Return the UserError for a prompt whose placeholders are not as many as its features."""
+        """Return the UserError for a prompt whose placeholders and features differ in number."""
         return UserError(
             f"{where(prompt)}: {actual} {kind} placeholder tokens for {expected} {kind} "
             f"features; its text must not "
@@ -431,7 +429,7 @@ class Inputs:
         return sizes
 
     def _first_clips(self, videos: Sequence[Video]) -> list[int]:
-        """Return where the grids of the first clip of every video are, among those of all."""
+        """Return the indices of the grids of each video's first clip."""
         frames = self.processor.video_processor.temporal_patch_size
         clips = [-(-len(video.indices) // frames) for video in videos]
         return [sum(clips[:n]) for n in range(len(clips))]
@@ -443,8 +441,8 @@ class Inputs:
         return encoded[(of_videos if kind == "video" else names)[:1][0] if of_videos else names[0]]
 
     def placeholder(self, kind: str) -> int | None:
-        """Return the token that stands for one feature; a processor's own may stand for a whole
-        image (Gemma 3)."""
+        """Return the placeholder of one feature; a processor's own may represent a whole image
+        (Gemma 3)."""
         named = (
             (self.config, "_token_id"),
             (self.config, "_token_index"),
@@ -464,8 +462,8 @@ def _sources_of(
     waiting: dict[str, list[Any]],
     marked: dict[str, int],
 ) -> tuple[dict[str, list[Any]], list[Any]]:
-    """Find the file of every part of pictures, videos and sounds: its own, or the next of the
-    prompt's, ``waiting``; also the rates of the videos. ``marked``: the placeholders of a text."""
+    """Find the file of every image, video and audio part: its own, or the next of the prompt's,
+    ``waiting``; also the frame rates of the videos. ``marked``: the placeholders of a text."""
     counts = {kind: len(files) for kind, files in waiting.items()}
     sources: dict[str, list[Any]] = {kind: [] for kind in waiting}
     listed_rates, rates = rates_of(prompt, counts["video"]), []
@@ -491,7 +489,8 @@ def _sources_of(
 
 
 def _unlike(videos: Sequence[Video]) -> str:
-    """Say what helps where videos of unlike numbers of frames may be what a processor refuses."""
+    """Return the remedy where a processor may have refused videos with different numbers of
+    frames."""
     counts = sorted({len(video.frames) for video in videos})
     if len(counts) < 2:
         return ""

@@ -8,10 +8,9 @@ from cachetools import LRUCache
 
 
 class Recent:
-    """Caches what was computed from objects, up to ``size`` bytes; the least recently used goes
-    first.
+    """LRU cache of values computed from objects, up to ``size`` bytes.
 
-    Objects are known by identity and kept alive, so that none can take another's place.
+    Objects are compared by identity and kept alive, so that no id is reused.
     """
 
     def __init__(self, size: int):
@@ -20,7 +19,7 @@ class Recent:
         )
 
     def get(self, key: Any) -> Any:
-        """Return what was computed from ``key``, None where that was dropped."""
+        """Return the value computed from ``key``; None if it was evicted."""
         return self.entries.get(id(key), (key, None))[1]
 
     def put(self, key: Any, value: Any, cost: int) -> None:

@@ -1,9 +1,9 @@
-"""Chooses which answer is written next where one has ended: more answers than a pass has rows
-(Infinite Sampling).
+"""Chooses the next answer for a row whose answer has ended, with more answers than rows (Infinite
+Sampling).
 
-Wang et al. 2025, "Infinite Sampling": a group is written in micro groups whose rows are refilled
-while the others go on, so that memory does not grow with the group and no row waits for the
-longest. Every answer is drawn by its own random numbers: it is the same whatever writes beside it.
+Wang et al. 2025, "Infinite Sampling": a group is sampled in micro groups whose rows are refilled
+while the others continue, so that memory does not grow with the group and no row waits for the
+longest. Every answer has its own random numbers, so it does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from mmrl.core.distributed import all_sum
 from samplers.noise import Rng
 
 Refill = Literal["none", "rows", "longest", "shortest", "plan"]
-EPS = 0.1  # how much longer than the shortest a plan may be, as a share
+EPS = 0.1  # relative excess of a plan over the shortest one
 STATES = 2000  # of a plan's table
 FEATURES = 16  # of a hidden state
 RIDGE = 1e-2
-FADING = 0.9  # of what was learnt of lengths, in every rollout
+FADING = 0.9  # decay of the length statistics per rollout
 
 
 def planned(
     lengths: Sequence[float], loads: Sequence[float], eps: float = EPS, exact: bool = True
 ) -> list[list[int]]:
-    """Deal jobs of these lengths to slots that are busy for ``loads``, so that the last ends soon;
+    """Schedule jobs of these lengths on slots that are busy for ``loads``, minimising the makespan;
     returns the jobs of every slot, shortest first.
 
-    The longest goes to the slot that is free first (LPT, at most 4/3 of the shortest plan). Unless
-    that is within 1 + ``eps`` of what no plan can beat, and if ``exact``, all sums of lengths that
-    are rounded down to eps / (n + 1) of that bound are listed (Sahni's FPTAS, 1976), which is
-    within 1 + eps of the shortest; with more than ``STATES`` of them LPT's plan stands.
+    The longest goes to the slot that is free first (LPT, at most 4/3 of the optimum). Unless that
+    is within 1 + ``eps`` of the lower bound, and if ``exact``, all sums of lengths rounded down to
+    eps / (n + 1) of that bound are enumerated (Sahni's FPTAS, 1976), which is within 1 + eps of the
+    optimum; with more than ``STATES`` sums LPT's plan is kept.
     """
     order = sorted(range(len(lengths)), key=lambda job: (-lengths[job], job))
     sums = list(loads)
@@ -61,12 +61,12 @@ def planned(
 def _listed(
     lengths: Sequence[float], loads: Sequence[float], error: float, most: float
 ) -> list[int] | None:
-    """Choose a slot for every job by listing the sums there can be, each at most ``most``; None:
+    """Choose a slot for every job by enumerating the possible sums, each at most ``most``; None:
     there are too many."""
     unit = error / (len(lengths) + 1)
     start = tuple(int(load / unit) for load in loads)
     states: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]]
-    states = {tuple(sorted(start)): (start, ())}  # slots with equal sums are alike
+    states = {tuple(sorted(start)): (start, ())}  # slots with equal sums are interchangeable
     for length in lengths:
         following: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         for sums, chosen in states.values():
@@ -81,8 +81,8 @@ def _listed(
 
 
 class Lengths:
-    """Predicts how many tokens answers will still have, from the hidden state behind the prompt or
-    behind the tokens so far: a ridge regression of the logarithm, learnt from those that ended."""
+    """Predicts the remaining tokens of answers from the last hidden state of prompt or answer so
+    far: ridge regression of the logarithm, fitted to finished answers."""
 
     def __init__(self) -> None:
         size = FEATURES + 3
@@ -91,7 +91,7 @@ class Lengths:
         self.fresh = [torch.zeros_like(self.products), torch.zeros_like(self.targets)]
 
     def features(self, hidden: Tensor, step: Tensor) -> Tensor:
-        """Return [B, F] on the CPU of hidden states [B, H] behind ``step`` [B] tokens."""
+        """Return features [B, F] on the CPU of hidden states [B, H] after ``step`` [B] tokens."""
         axes = Rng.of("lengths").normal(torch.arange(FEATURES), (hidden.shape[-1],))
         state = hidden.detach().float()
         state = state / state.norm(dim=-1, keepdim=True).clamp_min(1e-6)
@@ -100,7 +100,7 @@ class Lengths:
         return torch.cat([projected, count.log1p(), (count == 0).double(), count * 0 + 1], 1)
 
     def predict(self, features: Tensor) -> list[float]:
-        """Return the tokens still to come, at least 1; before anything is known, equally many."""
+        """Return the remaining tokens, at least 1; a constant before any fit."""
         if not self.products.any():
             return [1.0] * len(features)
         known = self.products + RIDGE * torch.eye(len(self.targets), dtype=torch.float64)
@@ -109,12 +109,12 @@ class Lengths:
         return predicted
 
     def observe(self, features: Tensor, left: Tensor) -> None:
-        """Note features [N, F] after which ``left`` [N] tokens came."""
+        """Record features [N, F] followed by ``left`` [N] tokens."""
         self.fresh[0] += features.T @ features
         self.fresh[1] += features.T @ left.double().cpu().log1p()
 
     def learn(self, device: torch.device | str) -> None:
-        """Learn from what was noted on all processes; a collective call."""
+        """Fit to the records of all processes; a collective call."""
         fresh = torch.cat([self.fresh[0].flatten(), self.fresh[1]]).to(device)
         products, targets = all_sum(fresh).cpu().split([self.products.numel(), len(self.targets)])
         if products.any():
@@ -133,7 +133,7 @@ class Lengths:
 
 @dataclass
 class Slots:
-    """Says how many rows a pass has, and which row takes the place of one that has ended."""
+    """Sets how many rows a pass has, and which row replaces one that has ended."""
 
     rows: int
     order: Refill
@@ -141,12 +141,12 @@ class Slots:
 
 
 class Queue:
-    """Holds the rows that wait for a place, and says which is next.
+    """Queue of the waiting rows.
 
-    ``slots.order``: as they stand, or those whose prompt's answers have been longest, or shortest,
-    on average so far; before, the first answer to a prompt none of whose answers has ended. plan:
-    by a plan for the predicted lengths, which is made again, from what is predicted of the rows at
-    work by their tokens so far, whenever a place is free; of a place's rows the shortest is next.
+    ``slots.order``: in order, or prompts with the longest, or shortest, answers on average so far,
+    after one answer of each prompt without a finished one. plan: by a schedule of the predicted
+    lengths, made again whenever a row is free from predictions for the active rows by their tokens
+    so far; the shortest of a slot's rows is next.
     """
 
     def __init__(self, prompts: list[int], slots: Slots):
@@ -159,13 +159,13 @@ class Queue:
         self.noted: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, steps, features
         self.passes = 0
         counts: dict[int, int] = {}
-        self.copy = []  # how many answers to its prompt stand before each row
+        self.copy = []  # how many answers to its prompt precede each row
         for prompt in prompts:
             self.copy.append(counts.get(prompt, 0))
             counts[prompt] = self.copy[-1] + 1
 
     def expect(self, hidden: Tensor) -> None:
-        """Predict the lengths of all rows from the hidden states [B, H] behind their prompts."""
+        """Predict the lengths of all rows from the last hidden states [B, H] of their prompts."""
         if self.order == "plan":
             rows = torch.arange(len(hidden))
             features = self.slots.lengths.features(hidden, torch.zeros_like(rows))
@@ -173,7 +173,8 @@ class Queue:
             self.noted.append((rows, torch.zeros_like(rows), features))
 
     def note(self, at: Tensor, step: Tensor, hidden: Tensor) -> None:
-        """Note the hidden states [B', H] of the rows ``at`` behind ``step`` tokens, seldom."""
+        """Record the hidden states [B', H] of the rows ``at`` after ``step`` tokens, at some steps
+        only."""
         self.passes += 1
         if self.order == "plan" and self.passes & (self.passes - 1) == 0:
             features = self.slots.lengths.features(hidden, step)
@@ -183,19 +184,19 @@ class Queue:
         """Learn from the lengths [B] of all answers."""
         for rows, steps, features in self.noted:
             left = lengths.cpu()[rows] - steps
-            # those that had ended were only waiting to leave
+            # ended rows were only waiting for compaction
             self.slots.lengths.observe(features[left > 0], left[left > 0])
 
     def ended(self, rows: list[int], lengths: list[int]) -> None:
-        """Learn how long answers were."""
+        """Update the lengths of finished answers."""
         for row, length in zip(rows, lengths, strict=True):
             self.lengths.setdefault(self.prompts[row], []).append(length)
 
     def take(
         self, count: int, hidden: Tensor | None = None, step: Tensor | None = None
     ) -> list[int]:
-        """Return the next rows, at most ``count``; beside them others work, whose hidden states
-        [B', H] are those behind ``step`` [B'] tokens."""
+        """Return the next rows, at most ``count``; the active rows have hidden states [B', H] after
+        ``step`` [B'] tokens."""
         count = min(count, len(self.waiting))
         if self.order == "plan":
             self.waiting = self._planned(count, hidden, step)
@@ -206,7 +207,7 @@ class Queue:
         return taken
 
     def _planned(self, count: int, hidden: Tensor | None, step: Tensor | None) -> list[int]:
-        """Order the waiting rows: those that ``count`` free places begin with first."""
+        """Order the waiting rows: first those that start in the ``count`` free places."""
         loads = [0.0] * count
         if hidden is not None and step is not None:
             lengths = self.slots.lengths

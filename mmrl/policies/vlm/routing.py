@@ -1,9 +1,9 @@
-"""Records which experts every token went to while sampling, and sends it there again in training.
+"""Records the experts of every token while sampling, and routes it there again in training.
 
-A token near the border between two experts may go to the other one when the same weights compute it
-in another batch, or after a step: its log-prob then jumps. With the routes of the sampler the
-experts are those that wrote the answer, and their weights in the mixture are today's (routing
-replay, Zheng et al. 2025, "Stabilizing reinforcement learning with LLMs").
+A token near the boundary between two experts may be routed to the other one in another batch, or
+after an optimizer step: its log-prob then jumps. With the sampler's routes the experts are those
+that sampled the answer, and their mixture weights are current (routing replay, Zheng et al. 2025,
+"Stabilizing reinforcement learning with LLMs").
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 
-FREE = -1  # in the place of an expert: the router's own choice
-# names of transformers' routers end so; those of Llama 4 and Gemma 4 have names of their own
+FREE = -1  # instead of an expert: the router's own choice
+# endings of transformers' router names; Llama 4 and Gemma 4 use other names
 ROUTERS = ("TopKRouter", "TopkRouter", "Llama4Router", "Gemma4TextRouter")
 
 
 class Routing:
-    """Follows the routers of a model of transformers; routes are [N, R], R = layers x experts a
-    token goes to."""
+    """Hooks the routers of a transformers model; routes are [N, R], R = layers x experts per
+    token."""
 
     def __init__(self, hf: nn.Module):
         modules: list[Any] = [*hf.modules()]
@@ -52,7 +52,7 @@ class Routing:
 
     @contextmanager
     def replaying(self, routes: Tensor | None) -> Iterator[None]:
-        """Send tokens along ``routes`` [*, R] within the block; None: where the routers say."""
+        """Send tokens along ``routes`` [*, R] within the block; None: the routers' own choice."""
         if routes is not None:
             self.fixed = routes.reshape(-1, len(self.routers), self.width // len(self.routers))
         try:
@@ -85,7 +85,7 @@ class Routing:
 
 
 def top_k(router: Any) -> int:
-    """Return how many experts a token goes to."""
+    """Return the number of experts per token."""
     named = getattr(router, "top_k", None)
     count: int = router.config.top_k_experts if named is None else named
     return count
@@ -109,8 +109,8 @@ def rerouted(router: Any, output: Any, chosen: Tensor) -> tuple[Tensor, ...]:
 
 
 def weights(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Weigh the ``chosen`` experts [N, k] as a router does, from what it returns first [N, E]:
-    logits, of a softmax or (DeepSeek, GLM) of sigmoids, or (Gemma 4) probabilities."""
+    """Weigh the ``chosen`` experts [N, k] as a router does, from its first output [N, E]: logits,
+    of a softmax or (DeepSeek, GLM) of sigmoids, or (Gemma 4) probabilities."""
     if hasattr(router, "per_expert_scale"):
         p = logits.gather(-1, chosen)
         scale: Tensor = router.per_expert_scale[chosen]
@@ -125,7 +125,7 @@ def weights(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def of_prompts(routes: Tensor, mask: Tensor) -> list[Tensor]:
-    """Take the routes [P S, R] of a left-padded batch ``mask`` [P, S] apart, [S_p, R] each."""
+    """Split the routes [P S, R] of a left-padded batch ``mask`` [P, S] by prompt, [S_p, R] each."""
     per_prompt = routes.view(*mask.shape, -1)
     return [rows[tokens.bool()] for rows, tokens in zip(per_prompt, mask, strict=True)]
 

@@ -57,13 +57,13 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
     engine: str
     sharing: str  # the option
     tree: TextTree | None  # how answers of a group branch
-    growing: bool = True  # whether they do: not in evaluation
+    growing: bool = True  # whether they branch now: not in evaluation
     sees: bool  # gradients reach the vision tower or its projector
     anneal: Anneal | None  # of the warp's temperature
     outside: Any  # the engine that samples elsewhere; None: here
     record_question_gain: bool
-    self_score_id: int | None  # the token whose log-prob behind an answer is recorded
-    refill: Refill = "none"  # which row takes the place of one that has ended
+    self_score_id: int | None  # the token whose log-prob after an answer is recorded
+    refill: Refill = "none"  # which row replaces one that has ended
 
     def __init__(self, net: nn.Module, **options: Any):
         super().__init__(net, **options)
@@ -72,15 +72,15 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
         # images used, and images passed through the tower, since the last measures()
         self.images = 0
         self.towered = 0
-        self.lengths = Lengths()  # of answers, learnt for a plan of refilled rows
+        self.lengths = Lengths()  # predicted lengths of answers, for refill plans
         self.witnesses: dict[Blank, Encoded] = {}  # prompts with an image or a clip
         self.limits = Limits.of(self.net.text_config)
-        self.checked = False  # whether passes were compared with the model's own
+        self.checked = False  # whether passes were checked against the model's own
         self.compared: list[Prompt] = []  # the run's prompts for that, the same on all processes
-        # experts that the tokens of each prompt of the rollout went to
+        # experts of the prompt tokens in this rollout
         self.prompt_routes: dict[int, Tensor] = {}
-        self.gaps: list[float] = []  # mean distances to the log-probs of another engine
-        self.clock = Stopwatch()  # in which weights travel to that engine
+        self.gaps: list[float] = []  # mean gaps to the engine's log-probs
+        self.clock = Stopwatch()  # time spent sending weights to that engine
 
     def dist(self, point: Point) -> AnswerTokens:
         self._check(point.cond)
@@ -95,8 +95,8 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
         return [self._encoded(prompt)[0] for prompt in prompts]
 
     def prompt_states(self, prompts: list[Prompt]) -> Tensor:
-        """Return the network's own hidden state [P, H] at the last token of every prompt, its
-        pictures seen."""
+        """Return the network's own hidden state [P, H] at the last token of every prompt, images
+        included."""
         cond = self.encode(prompts)
         group = torch.arange(len(prompts), device=self.device)
         kinds = self._kinds(cond, group)
@@ -112,16 +112,16 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
         return torch.cat(parts)[torch.cat(kinds).argsort()] + nothing
 
     def _calls(self, kinds: list[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the rows of each call of the network that a pass makes, one for each kind of
-        prompts, and whether it counts: wrappers wait for those of other processes, whose prompts
-        may be of more kinds. A collective call then."""
+        """Yield the rows of each network call of a pass, one per kind of prompts, and whether it
+        counts: wrappers wait for the calls of other processes, which may have more kinds. A
+        collective call then."""
         splits = self.inputs.family.splits or self.limits.some
         waits = splits or sharded(self.net)
         return in_step(kinds, kinds[0][:1], self.device, waits)
 
     def _placed(self, encoded: Encoded) -> Encoded:
-        """Move a prompt to the device, with its positions as ``places`` [1, S, axes]: they cost
-        time and never change."""
+        """Move a prompt to the device, with its positions as ``places`` [1, S, axes]: computed
+        once, since they never change."""
         places = positions(self.net.hf, encoded)
         places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
         placed: Encoded = tree_map(
@@ -158,16 +158,16 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
         return batch | unseen | {"position_ids": position_ids[0] if one_axis else position_ids}
 
     def _with_pictures(self, encoded: list[Encoded]) -> tuple[list[Encoded], dict[str, Any]]:
-        """Add what the vision tower must see: extra prompts, and what else goes into the batch.
+        """Add extra prompts and inputs so that the vision tower takes part.
 
-        Of many processes all must pass something through the vision tower in every pass, or its
-        gradients are waited for: where no prompt has an image, an extra prompt without answers
-        brings one. On one process too, where the tower is trained: its gradient is then zero rather
-        than missing, which Adam treats differently.
+        With several processes each must use the vision tower in every pass, or the others wait for
+        its gradients: where no prompt has an image, an extra prompt without answers brings one. On
+        one process too, where the tower is trained: its gradient is then zero rather than missing,
+        which Adam treats differently.
         """
         many = distributed.world()[1] > 1
         heard = any("audio_input_features" in prompt for prompt in encoded)
-        if many and heard:  # an extra picture would change how Phi-4 hears
+        if many and heard:  # an extra image would change how Phi-4 encodes audio
             raise UserError(f"{self.inputs.family.name}: prompts with audio need a single process")
         trains = torch.is_grad_enabled() and self.sees and not self.inputs.family.alone
         needed = (many or trains) and not heard
@@ -176,7 +176,7 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
             if blank not in self.witnesses:
                 self.witnesses[blank] = self._placed(self.inputs.encode(blank()))
             witness = self.witnesses[blank]
-            if self.inputs.family.by_row:  # a picture cannot be in one batch with texts
+            if self.inputs.family.by_row:  # an image cannot share a batch with texts
                 picture = {name: x for name, x in witness.items() if name in PICTURES}
                 unseen = {"witness": picture}
             else:
@@ -184,9 +184,9 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
         return encoded, unseen
 
     def _lacking(self, encoded: list[Encoded]) -> list[Blank]:
-        """Say what these prompts lack for the tower to make the passes that it makes on other
-        processes: one for pictures, one for clips, where shards wait for each; else at least one.
-        A collective call then."""
+        """Return the media that these prompts lack for the tower to make the same passes as on
+        other processes: one for images and one for clips where weights are sharded; else at least
+        one. A collective call then."""
         names = {name for prompt in encoded for name in prompt if is_pixels(name)}
         clips = any("videos" in name for name in names)
         brought = torch.tensor([len(names) > clips, clips], dtype=torch.float32)
@@ -200,11 +200,11 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
         return [blank_image] * pictures + [blank_clip] * films
 
     def _image_features(self, encoded: list[Encoded]) -> dict[str, Any]:
-        """Return features in the place of the images of these prompts, where tower and projector
-        are frozen; {}: compute them anew.
+        """Return features that replace the images of these prompts, where tower and projector are
+        frozen; {}: compute them again.
 
-        On one process, since sharded ones make the same passes; of families whose projector is
-        known by name.
+        Only on one process, since sharded ones must make the same passes, and for families whose
+        projector is known by name.
         """
         known = self.inputs.family.known and features.can_keep(self.net.hf)
         frozen = known and not self.sees and self.net.share and distributed.world()[1] == 1
@@ -243,8 +243,8 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
         return entry
 
     def collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
-        """Join the prompts of ``group`` [B] to one batch, each once or (``each``) once a row, and
-        return the place of every row's."""
+        """Collate the prompts of ``group`` [B], each once or (``each``) once per row, and return
+        the index of every row's prompt."""
         unique, rows = on_host(group).unique(return_inverse=True)
         if each:
             unique = on_host(group)
@@ -267,7 +267,7 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
         ]
 
     def _by_length(self, prompts: list[Encoded], kind: list[int]) -> list[list[int]]:
-        """Part prompts that can be one batch by the thresholds of the network."""
+        """Split prompts that can be one batch by the network's length thresholds."""
         parts: dict[Hashable, list[int]] = {}
         for i in kind:
             parts.setdefault(self.limits.kind(prompts[i], self.ending.tokens), []).append(i)
@@ -310,8 +310,8 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
 
     @abstractmethod
     def _check(self, cond: list[Encoded]) -> None:
-        """Compare, once, the passes with the model's own forward pass, on prompts of the run where
-        they are known."""
+        """Compare, once, the passes with the model's own forward pass, on the run's prompts where
+        known."""
 
     @abstractmethod
     def _scored(self, rollout: Rollout) -> Rollout:
@@ -370,7 +370,7 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
         size: int,
         drafts: Drafts | None,
     ) -> Iterator[tuple[Tensor, Answers]]:
-        """Answer the prompts of the rows ``rows_at``, which are read once; yields rows and
+        """Answer the prompts of the rows ``rows_at``, each prompt read once; yields rows and
         answers."""
         busy = self.any_process if sharded(self.net) else None
         if self.plainly:
@@ -415,7 +415,7 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
                 yield part, answers
 
     def read(self, cond: list[Encoded], group: Tensor) -> tuple[Prefix, Tensor]:
-        """Read the prompts of ``group`` [B], and return the place of every row's among them."""
+        """Read the prompts of ``group`` [B], and return the index of every row's prompt."""
         inputs, rows = self.collated(cond, group, each=False)
         prefix: Prefix = self.net("read", inputs)
         if self.net.routing is not None:
@@ -435,7 +435,7 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
         return not self.net.share or self.engine == "hf"
 
     def _try(self, cond: list[Encoded], group: Tensor) -> None:
-        """Sample these rows at the largest cost: no answer ends early."""
+        """Sample these rows at the maximum cost: no answer ends early."""
         group = group[self._kinds(cond, group)[0]]
         inputs, rows = self.collated(cond, group, each=self.plainly)
         endless = replace(self.ending, stops=(), strings=())
@@ -449,7 +449,7 @@ class Passes(TokenPolicy, ReadsPrompts, Branches, Compiles):
 def _joined(
     scored: list[tuple[Tensor, Scored]], kinds: list[Tensor], where: Tensor
 ) -> tuple[Tensor, Scored]:
-    """Put what was scored kind by kind, of the rows ``kinds``, in the order of ``where`` [B, T]."""
+    """Reorder scores computed per kind, of the rows ``kinds``, to the order of ``where`` [B, T]."""
     number = where.flatten().cumsum(0).view_as(where) - 1
     order = torch.cat([number[at][where[at]] for at in kinds]).argsort()
     hidden, logprob = (
@@ -460,7 +460,7 @@ def _joined(
 
 
 def _beside(scored: tuple[Tensor, Scored], filler: tuple[Tensor, Scored]) -> tuple[Tensor, Scored]:
-    """Join a pass that counts nothing to one that counts, so that both have a backward pass."""
+    """Join a dummy pass to one that counts, so that both have a backward pass."""
     hidden, scores = scored
     nothing = 0 * (filler[0].sum() + filler[1].logprob.sum())
     return hidden + nothing, scores._replace(logprob=scores.logprob + nothing)

@@ -1,8 +1,8 @@
 """Compares, before anything is trained, the passes of a policy with its model's own forward pass.
 
 Some of the run's own prompts are answered with a few tokens, together and padded as in training,
-and what was recorded and what is scored again are held against one unpadded pass of the class over
-each prompt and answer. Where they differ, plainer ways are tried, then the model is refused.
+and the recorded and re-scored log-probs are compared with one unpadded pass of the class over each
+prompt and answer. Where they differ, simpler ways are tried, then the model is refused.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from mmrl.policies.vlm.scoring import Encoded, Passes
 
 PROMPTS = 3
-LOOKED_AT = 256  # prompts of the data among which these are chosen
-TOKENS = 3  # of an answer: the first from the prompt, the last two by a pass of several tokens
+LOOKED_AT = 256  # prompts of the data to choose from
+TOKENS = 3  # per answer: the first from the prompt, the last two by a pass of several tokens
 FAILS = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError)
 
 
 @dataclass(frozen=True)
 class Way:
-    """Says how passes are made: prompts ``shared`` by their answers, some ``together`` in a batch,
-    their keys read by a ``cascade`` while answers are sampled."""
+    """How passes are made: prompts ``shared`` by their answers, several ``together`` in a batch,
+    ``cascade`` attention while sampling."""
 
     shared: bool = True
     together: bool = True
@@ -54,7 +54,7 @@ class Way:
         policy.inputs.family = replace(policy.inputs.family, alone=not self.together)
 
     def means(self, sharing: str) -> str:
-        """Return what the log should say of it, where the option is ``sharing``."""
+        """Return the lines for the log, given the option ``sharing``."""
         sentences = []
         if not self.together:
             sentences.append(
@@ -80,8 +80,8 @@ PLAINER = (
 
 @dataclass(frozen=True)
 class Gap:
-    """Holds how far log-probs are, or may be, from the model's own, in nats: the furthest one, and
-    all of them on average."""
+    """Holds the maximum and mean distance, or bounds on it, of log-probs from the model's own, in
+    nats."""
 
     largest: float = torch.inf
     mean: float = torch.inf
@@ -102,16 +102,16 @@ EXACT = Gap(1e-3, 1e-3)  # in float32
 
 
 def rounded(dtype: torch.dtype) -> Gap:
-    """Return the bound of passes in half precision: about four times what tiny models of ten
-    families were apart (docs/vlm.md), in steps of the precision."""
+    """Return the bound for passes in half precision: about four times the differences measured on
+    tiny models of ten families (docs/vlm.md), in units of the precision."""
     step = torch.finfo(dtype).eps
     return Gap(32 * step, 4 * step)
 
 
 @dataclass(frozen=True)
 class Gaps:
-    """Holds the distances to the model's own log-probs of those scored and recorded, or why there
-    are none."""
+    """Holds the distances of scored and recorded log-probs from the model's own, or why there are
+    none."""
 
     scored: Gap = Gap()
     recorded: Gap = Gap()
@@ -125,9 +125,9 @@ class Gaps:
 
 
 def chosen(prompts: Sequence[Prompt], thresholds: bool = False) -> list[Prompt]:
-    """Choose prompts to compare with: with pictures or clips where there are any, of unlike
-    lengths; the same of the same data. ``thresholds``: what the class computes changes with length,
-    so the longest of all data is among them."""
+    """Choose prompts for the comparison, deterministically: with images or clips where there are
+    any, of different lengths. ``thresholds``: the class computes differently beyond some length, so
+    the longest prompt of all data is included."""
     known = list(prompts if thresholds else prompts[:LOOKED_AT])
     shown = [p for p in known if _media(p)] or known
     ordered = sorted(shown, key=lambda p: len(str(p.get("messages") or p.get("text", ""))))
@@ -135,7 +135,7 @@ def chosen(prompts: Sequence[Prompt], thresholds: bool = False) -> list[Prompt]:
     picked = [ordered[i] for i in sorted(places) if ordered]  # none where all rows are broken
     texts = [p for p in known if not _media(p)]
     if len(picked) == PROMPTS and texts and len(shown) < len(known):
-        picked[1] = texts[0]  # a question without a picture among them
+        picked[1] = texts[0]  # include a question without an image
     return picked[:PROMPTS]
 
 
@@ -146,8 +146,8 @@ def fewest(cond: list[Encoded]) -> list[Encoded]:
 
 
 def of_first_process(cond: list[Encoded], device: torch.device) -> list[Encoded]:
-    """Return the encoded prompts of the first process on all: those that hold shards of a network
-    make the same passes. A collective call."""
+    """Return the encoded prompts of the first process on all, since processes with shards of a
+    network make the same passes. A collective call."""
     named = {f"{i} {name}": x for i, prompt in enumerate(cond) for name, x in prompt.items()}
     first: dict[str, Encoded] = {}
     for name, tensor in distributed.all_gather_tensors(named)[0].items():
@@ -162,7 +162,7 @@ def _media(prompt: Prompt) -> int:
 
 @torch.no_grad()
 def settle(policy: Passes, cond: list[Encoded]) -> None:
-    """Choose how the passes of a policy are made, by comparing them on encoded prompts. Raises
+    """Choose how the policy makes its passes, by comparing them on encoded prompts. Raises
     UserError where no way gives the model's own log-probs."""
     net = policy.net
     sharing = policy.sharing
@@ -182,12 +182,12 @@ def settle(policy: Passes, cond: list[Encoded]) -> None:
 
 
 def _looks_ahead(policy: Passes, cond: list[Encoded], bound: Gap) -> bool:
-    """Tell whether the class's own pass gives a token another log-prob by what follows it: no two
-    passes of different lengths agree then (sparse attention that chooses among all columns)."""
+    """Tell whether in the class's own pass a token's log-prob depends on later tokens: then no two
+    passes of different lengths agree (sparse attention that selects among all columns)."""
     for prompt in cond:
         ids = prompt["input_ids"][0, -2 * TOKENS :]
         if not torch.isin(ids, ids.new_tensor(policy.warp.suppressed)).logical_not().all():
-            continue  # a token of a picture is no answer
+            continue  # image tokens are not answers
         whole = _own(policy, prompt, ids)
         for length in range(1, len(ids)):
             fewer = _own(policy, prompt, ids[:length])
@@ -197,7 +197,7 @@ def _looks_ahead(policy: Passes, cond: list[Encoded], bound: Gap) -> bool:
 
 
 def _ways(policy: Passes, sharing: str) -> list[Way]:
-    """List the ways that the options allow, the usual one first."""
+    """List the ways that the options allow, the default first."""
     net = policy.net
     fixed = net.packed or policy.tree is not None or policy.refill != "none"
     fixed = fixed or net.compiled is not None or net.routing is not None
@@ -211,8 +211,8 @@ def _ways(policy: Passes, sharing: str) -> list[Way]:
 
 @contextmanager
 def _apart(policy: Passes) -> Iterator[None]:
-    """Leave a policy's counters as they are within the block, and draw from the model's own
-    distribution, without what the options add."""
+    """Preserve a policy's counters within the block, and sample from the model's own distribution,
+    without options."""
     changed = ("warp", "ending", "growing", "refill", "images", "towered", "prompt_routes")
     before = {name: getattr(policy, name) for name in changed}
     compiled = policy.net.compiled
@@ -249,7 +249,7 @@ def _compared(policy: Passes, cond: list[Encoded]) -> Gaps:
         [_own(policy, cond[p], ids) for p, ids in zip(group.tolist(), answers.ids, strict=True)]
     )
     apart = Gap.of((scored.view_as(expected) - expected).abs())
-    if policy.engine in EXTERNAL or policy.engine == "hf":  # scored again whatever it recorded
+    if policy.engine in EXTERNAL or policy.engine == "hf":  # always re-scored
         return Gaps(apart, Gap(0.0, 0.0) if answers.mask.any() else Gap())
     recorded = Gap.of((answers.logprob - expected).abs()) if answers.mask.all() else Gap()
     return Gaps(apart, recorded)
@@ -277,9 +277,9 @@ def _own(policy: Passes, prompt: Encoded, ids: Tensor) -> Tensor:
 
 
 def _pack(policy: Passes, cond: list[Encoded], bound: Gap) -> None:
-    """Let scoring passes be packed by themselves only where that gives the same."""
+    """Allow automatic packing of scoring passes only where results are the same."""
     net = policy.net
-    if net.packed or not net.packs_sparse:  # packed passes were those that were compared
+    if net.packed or not net.packs_sparse:  # packed passes were compared already
         return
     if not net.share:
         net.packs_sparse = False
@@ -291,23 +291,23 @@ def _pack(policy: Passes, cond: list[Encoded], bound: Gap) -> None:
 
 
 def _bound(net: SharedPrefix) -> Gap:
-    """Return how far from the model's own log-probs those of other passes may be."""
+    """Return the tolerance for differences from the model's own log-probs."""
     hf = net.hf
     kinds = {p.dtype for p in hf.parameters()}
     wrapped = sharded(net) and "forward" in vars(net)
     if wrapped or not all(kind.is_floating_point for kind in kinds):
-        return rounded(torch.bfloat16)  # passes that accelerate rounds, or quantized weights
+        return rounded(torch.bfloat16)  # passes under accelerate's autocast, or quantized weights
     halves = [kind for kind in kinds if torch.finfo(kind).bits < 32]
     if halves:
         return rounded(max(halves, key=lambda kind: torch.finfo(kind).eps))
     tf32 = hf.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return rounded(torch.float16) if tf32 else EXACT  # as many bits of the mantissa
+    return rounded(torch.float16) if tf32 else EXACT  # the same number of mantissa bits
 
 
 @contextmanager
 def _exactly(policy: Passes) -> Iterator[None]:
-    """Compute in the precision of the weights within the block: accelerate puts a forward that
-    rounds in the place of a network's own. What shards call goes through it all the same."""
+    """Compute in the precision of the weights within the block: accelerate replaces a network's
+    forward by one under autocast. Calls of sharded networks still go through it."""
     known = vars(policy.net)
     rounding = None if sharded(policy.net) else known.pop("forward", None)
     try:
@@ -321,7 +321,7 @@ def _exactly(policy: Passes) -> Iterator[None]:
 def _refusal(
     policy: Passes, sharing: str, tried: dict[Way, Gaps], bound: Gap, looks_ahead: bool
 ) -> str:
-    """Word which part of the passes is not the model's own."""
+    """Describe which part of the passes differs from the model's own."""
     plainest, gaps = list(tried.items())[-1]
     name = policy.net.config.model_type
     kind = policy.net.text_config.model_type

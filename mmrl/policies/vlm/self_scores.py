@@ -1,5 +1,5 @@
-"""Asks a vision-language policy what it thinks of its own answers: with and without the question,
-and behind the last token."""
+"""Scores a vision-language policy's own answers: with and without the question, and by a token
+after the answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def question_gain(policy: Passes, rollout: Rollout, size: int) -> Tensor:
 
 @torch.no_grad()
 def last_logprob(policy: Passes, rollout: Rollout, size: int) -> Tensor:
-    """Compute the log-prob [B] of the token ``self_score_id`` behind every answer, nats."""
+    """Compute the log-prob [B] of the token ``self_score_id`` after every answer, nats."""
     scores = []
     for part, counts in policy.pass_sizes.chunks(len(rollout), size):
         (point,) = policy.path(rollout[part])
@@ -50,8 +50,8 @@ def last_logprob(policy: Passes, rollout: Rollout, size: int) -> Tensor:
 
 
 def token_id(policy: Passes, text: str) -> int:
-    """Look up the token by which the policy scores itself. UserError where there is none, or it is
-    never written."""
+    """Look up the token by which the policy scores itself. UserError where it does not exist or is
+    never sampled."""
     tokens = policy.inputs.tokens(text)
     ids = [token for token in tokens or () if token not in policy.inputs.stops]
     if len(ids) != 1:
@@ -73,7 +73,7 @@ def _warped(policy: Passes, warp: Warp) -> Iterator[None]:
 
 
 def with_self_scores(policy: Passes, rollout: Rollout, size: int) -> Rollout:
-    """Record what the options ``record_question_gain`` and ``self_score`` ask for."""
+    """Record what the options ``record_question_gain`` and ``self_score`` request."""
     order = rollout.tokens
     if policy.record_question_gain:
         order = order.replace(question_gain=question_gain(policy, rollout, size))

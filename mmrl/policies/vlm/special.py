@@ -1,5 +1,5 @@
-"""Finds token ids with a special role: those that may never be sampled, and those that end an
-answer; and tells vocabularies apart."""
+"""Finds special token ids: those that may never be sampled, and those that end an answer; and
+identifies vocabularies."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TILES = re.compile(r"<row_\d+_col_\d+>")
 
 
 def suppressed_ids(processor: Any, tokenizer: Any, config: Any) -> tuple[int, ...]:
-    """List the ids of everything that stands for, begins, ends or separates images and videos: a
-    model that writes one of them would have to be shown an image it does not have. Those behind the
-    vocabulary of the head (Llama 3.2 Vision, Molmo2) have no logit, so they are left out."""
+    """List the ids of placeholders, starts, ends and separators of images and videos: a sampled one
+    would need an image that does not exist. Ids beyond the head's vocabulary (Llama 3.2 Vision,
+    Molmo2) have no logit and are left out."""
     suppressed: set[int] = set()
     known = set(tokenizer.get_vocab().values()) | set(tokenizer.added_tokens_decoder)
     for holder in (processor, tokenizer, config):
@@ -37,7 +37,7 @@ def suppressed_ids(processor: Any, tokenizer: Any, config: Any) -> tuple[int, ..
     suppressed.update(
         i for i, token in tokenizer.added_tokens_decoder.items() if TILES.fullmatch(str(token))
     )
-    # families that draw images from the vocabulary of their answers
+    # families that generate images from the vocabulary of their answers
     drawn = getattr(config, "vocabulary_map", None) or {}
     suppressed.update(i for i in drawn.values() if i in known)
     suppressed -= {*stop_ids(tokenizer, config, None), tokenizer.unk_token_id}
@@ -59,6 +59,6 @@ def stop_ids(tokenizer: Any, config: Any, generation: Any) -> tuple[int, ...]:
 
 
 def digest_of(tokenizer: Any) -> str:
-    """Return a short name of a vocabulary, the same for the same tokens at the same ids."""
+    """Return a hash of a vocabulary: equal for the same tokens at the same ids."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
     return f"{len(tokens)} tokens, {hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]}"

@@ -1,5 +1,5 @@
-"""Begins answers with what the weights of now accept of drafts (SPEC-RL): one pass reads a draft
-whole, and sampling goes on behind the last token that passes, on that pass's keys and values."""
+"""Starts answers with the accepted prefix of drafts (SPEC-RL): one pass reads a whole draft, and
+sampling continues after the last accepted token, reusing that pass's KV cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from samplers.batching import chunks
 
 
 class Reading:
-    """Holds drafts [B, T] that have been read in one pass behind their prompts."""
+    """Holds drafts [B, T] that have been read in one pass after their prompts."""
 
     def __init__(self, task: Task, drafts: Drafts):
         prefix = task.prefix
@@ -31,7 +31,7 @@ class Reading:
         cache = caches.growing(prefix.key_values, task.rows)
         self.mask = prefix.mask[task.rows]
         self.following = prefix.following[task.rows]
-        self.hidden = prefix.hidden[task.rows][:, None]  # [B, L + 1, H] behind L tokens
+        self.hidden = prefix.hidden[task.rows][:, None]  # [B, L + 1, H] after L tokens
         if to_read.shape[1]:
             later = task.net("step", to_read, self.following, self.mask, cache)
             self.hidden = torch.cat([self.hidden, later], 1)
@@ -65,7 +65,7 @@ class Reading:
 
     def begun(self, rows: Tensor, start: Tensor) -> Prefix:
         """Return the first ``start`` [N] tokens of ``rows`` [N], with their prompts, as prompts
-        that were read."""
+        already read."""
         width = self.mask.shape[1]
         ends = (width + start).tolist()
         origins = [(0, row) for row in rows.tolist()]
@@ -80,8 +80,8 @@ class Reading:
 
 @torch.no_grad()
 def speculate(task: Task, drafts: Drafts) -> Answers:
-    """Answer the prompts of the task from the beginnings of ``drafts`` that are accepted. Answers
-    that are kept whole are sampled no further; where strings may end them their last token is drawn
+    """Answer the prompts of the task from the accepted prefixes of ``drafts``. Fully accepted
+    answers are not sampled further; where stop strings may end them, their last token is drawn
     again, as it is."""
     ending = task.ending
     reading = Reading(task, drafts)

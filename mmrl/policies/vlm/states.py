@@ -1,8 +1,9 @@
 """Builds cache layers for transformers' layers that keep a state instead of keys and values, such
-as gated delta nets and short convolutions: many rows continue the state behind one prompt.
+as gated delta nets and short convolutions: many rows continue the state of one prompt.
 
 A state is as large after one token as after a thousand, so it is copied by row where keys and
-values would be shared. What a state has forgotten cannot be taken back: nothing here is shortened.
+values would be shared. A state cannot be rolled back to an earlier token, so nothing here is
+shortened.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Named = dict[int, Tensor]  # states of one layer by their number
 
 @dataclass(frozen=True)
 class State:
-    """Holds what a layer remembers of B rows: the last columns [B, channels, K] that its
-    convolutions look back at, and its recurrent states [B, *]."""
+    """Holds a layer's state for B rows: the last columns [B, channels, K] that its convolutions
+    read, and its recurrent states [B, *]."""
 
     conv: Named
     recurrent: Named
@@ -38,7 +39,7 @@ class State:
         return self.map(lambda x: x.index_select(0, rows))
 
     def beside(self, other: State) -> State:
-        """Put other rows behind these."""
+        """Append other rows."""
         return State(
             {i: torch.cat([x, other.conv[i]]) for i, x in self.conv.items()},
             {i: torch.cat([x, other.recurrent[i]]) for i, x in self.recurrent.items()},
@@ -46,8 +47,8 @@ class State:
 
 
 class Kept:
-    """Holds a state with the methods that transformers' layers call; subclasses say what an update
-    changes."""
+    """Holds a state with the methods that transformers' layers call; subclasses define what an
+    update changes."""
 
     conv_states: dict[int, Tensor | None]
     recurrent_states: dict[int, Tensor | None]
@@ -65,8 +66,8 @@ class Kept:
 
 
 class RecordedState(Kept):
-    """Records a prompt: keeps the states that are computed first, and begins anew when the prompt
-    is computed again for the gradient."""
+    """Records a prompt: keeps the states that are computed first, and starts again when the prompt
+    is recomputed for the gradient."""
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
@@ -86,8 +87,8 @@ class RecordedState(Kept):
 
 
 class ContinuedState(Kept):
-    """Continues prompts with answers scored in one pass: nothing is changed, so the pass can be
-    repeated for the gradient."""
+    """Continues prompts with answers scored in one pass: nothing changes, so gradient checkpointing
+    can repeat the pass."""
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
         before = self.conv_states[state_idx]

@@ -15,13 +15,13 @@ from mmrl.policies.vlm.media import where
 
 CLOSING = tuple(end.lower() for _, end in THOUGHTS)
 FIXED = ("messages", "tokenize", "add_generation_prompt", "chat_template")  # not the user's
-# what a template that joins texts writes of content that is a list of parts
+# what a template that expects text renders of a list of parts
 WRITTEN_OUT = re.compile(r"""\[\{['"]type['"]: """)
 
 
 class Template:
-    """Renders messages whose content is parts. ``options``: further variables of the template, for
-    all prompts; those of a row's ``chat_template_kwargs`` come before."""
+    """Renders messages whose content is parts. ``options``: extra variables of the template, for
+    all prompts; a row's ``chat_template_kwargs`` take precedence."""
 
     def __init__(self, processor: Any, tokenizer: Any, name: str, options: Mapping[str, Any]):
         self.processor = processor
@@ -33,9 +33,8 @@ class Template:
         self._check("policy.vlm", self.options)
 
     def render(self, prompt: Prompt, messages: list[dict[str, Any]], answers: bool = True) -> str:
-        """Return the text of messages, with what opens an answer if it ``answers``. Raises
-        UserError naming the prompt for what the template refuses, and for roles without a
-        template."""
+        """Return the text of messages, with the generation prompt if it ``answers``. Raises
+        UserError naming the prompt where the template fails, and for roles without a template."""
         if not self.source:
             return self._plainly(prompt, messages)
         options = self.options | self._of_row(prompt)
@@ -46,7 +45,7 @@ class Template:
             return rendered
         except Exception as error:  # a template can raise any error
             refused = error
-        try:  # one for texts only
+        try:  # a template for text only
             return self._applied(self._joined(messages), answers, options)
         except Exception:
             raise UserError(
@@ -93,7 +92,7 @@ class Template:
                 )
 
     def _plainly(self, prompt: Prompt, messages: list[dict[str, Any]]) -> str:
-        """Return the text of one question, where no template says how roles are written."""
+        """Return the text of a single question, where there is no template for roles."""
         if len(messages) > 1 or messages[0]["role"] != "user":
             raise UserError(
                 f"{where(prompt)}: {self.name} has no chat template, neither its processor nor its "
@@ -105,19 +104,19 @@ class Template:
         return joined
 
     def _joined(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with texts for content, in which the processor's own marks stand for
-        pictures, clips and sounds."""
+        """Return the messages with text content, in which the processor's placeholders represent
+        images, clips and audio."""
 
         def text(part: dict[str, Any]) -> str:
             if part["type"] == "text":
                 return str(part["text"])
             mark = getattr(self.processor, f"{part['type']}_token", "") or ""
-            return str(getattr(mark, "content", mark))  # a token of its own, or its text
+            return str(getattr(mark, "content", mark))  # a token object, or its text
 
         return [dict(m, content="".join(map(text, m["content"]))) for m in messages]
 
     def closes(self) -> str:
-        """Return what the template writes behind an answer; empty without one."""
+        """Return what the template writes after an answer; empty without a template."""
         if not self.source:
             return ""
         turns = [
@@ -128,14 +127,14 @@ class Template:
 
 
 def behind(begun: str, text: str) -> str:
-    """Return what of an answer's ``text`` follows ``begun``, with which its prompt ends; white
-    space behind the mark of a thought may be another."""
+    """Return the part of an answer's ``text`` after ``begun``, with which its prompt ends; white
+    space after the thinking tag may differ."""
     mark = begun.rstrip() if opened_by(begun) else begun
     return text.removeprefix(begun) if text.startswith(begun) else text.removeprefix(mark)
 
 
 def check_thought(prompt: Prompt, begun: str, text: str) -> None:
-    """Raise UserError for a written answer without a thought behind a prompt that opens one."""
+    """Raise UserError for a given answer without a thought after a prompt that opens one."""
     mark = opened_by(begun).strip()
     ends = any(end in text.lower() for end in CLOSING)
     if mark and not ends:

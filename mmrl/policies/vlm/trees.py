@@ -1,5 +1,5 @@
-"""Branches answers that share their first tokens into trees: finished answers are continued anew
-from places inside them."""
+"""Branches answers that share prefixes into trees: finished answers are continued again from inner
+positions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Place = tuple[int, int]  # an answer, and how many of its tokens a new one share
 class TextTree:
     """Sets how the answers to a prompt branch; a branch shares the tokens before its place.
 
-    every: an answer may branch behind every so many tokens. marks: instead, behind these strings,
+    every: an answer may branch after every ``every`` tokens. marks: instead, after these strings,
     such as the end of a step or of a sentence. choose: "in_turn": in round d every answer branches
     at its d-th place, a full tree (TreeRPO, Yang et al. 2025); "random": in every round a tree
-    draws places by lot (Tree-GRPO, Ji et al. 2025); "entropy": it takes those before the tokens of
-    highest entropy. branches: new answers in a round, from every answer in turn, else from the
+    draws places at random (Tree-GRPO, Ji et al. 2025); "entropy": it takes those before the tokens
+    of highest entropy. branches: new answers in a round, from every answer in turn, else from the
     tree. rounds: how often it grows. An answer too short for its turn branches where it began, and
-    a tree without places begins anew, so that every group is full (our reading).
+    a tree without places starts a new answer, so that every group is full (our reading).
     """
 
     every: Count = 32
@@ -70,10 +70,10 @@ class Growth:
         self.tree = tree
         self.net = task.net
         self.prefix = task.prefix
-        self.rows = rows = task.rows  # [R] which of the prefix's prompts each answers
+        self.rows = rows = task.rows  # [R] index of the prompt each answers
         self.names = names = task.names
         ending = task.ending
-        self.kept = len(ending.quantities)  # of what is recorded; entropy may serve the tree alone
+        self.kept = len(ending.quantities)  # recorded quantities; entropy may serve only the tree
         recorded_names = [*ending.quantities, *(["entropy"] if tree.choose == "entropy" else [])]
         self.ending = replace(ending, quantities=tuple(dict.fromkeys(recorded_names)))
         self.task = replace(task, ending=self.ending)
@@ -84,7 +84,7 @@ class Growth:
         self.length = [0] * len(rows)
         self.used: set[Place] = set()
         self.lots = task.rng.fold("tree").uniform(names).tolist()
-        # what was read and written so far, and where in it each answer is
+        # everything read and written so far, and where each answer is in it
         self.sources = [Source(task.prefix.key_values, task.prefix.mask)]
         self.of_source = [(0, row) for row in rows.tolist()]
 
@@ -110,7 +110,7 @@ class Growth:
         return self.answers
 
     def _chosen(self, answers: list[int], number: int) -> list[Place]:
-        """Choose the places where a tree of so many ``answers`` grows in round ``number``."""
+        """Choose the places where a tree of ``answers`` answers grows in round ``number``."""
         branches = self.tree.branches
         if self.tree.choose == "in_turn":
             turns = [(answer, self._turn(answer, number)) for answer in answers]
@@ -131,13 +131,13 @@ class Growth:
         return [chosen[n % len(chosen)] for n in range(branches)]
 
     def _turn(self, answer: int, number: int) -> int:
-        """Return the ``number``-th place of an answer's whole path, or else where it began."""
+        """Return the ``number``-th place of an answer's whole path, or its start."""
         places = self._places(answer, 1)
         return places[number - 1] if len(places) >= number else self.start[answer]
 
     def _places(self, answer: int, first: int | None = None) -> list[int]:
-        """List the places of an answer behind its ``first`` tokens, by default behind those that
-        it shares."""
+        """List the places of an answer after its ``first`` tokens, by default after those that it
+        shares."""
         first = self.start[answer] + 1 if first is None else first
         span = range(first, self.length[answer])
         if not self.tree.marks:
@@ -153,8 +153,8 @@ class Growth:
         return any(end > before for end in ends)
 
     def _write(self, fresh: list[int], places: list[Place], prefix: Prefix, rows: Tensor) -> None:
-        """Write the answers ``fresh``, which share what ``places`` say, behind the beginnings
-        ``rows`` [N] of the prefix."""
+        """Sample the answers ``fresh``, which branch at ``places``, after the prefixes ``rows``
+        [N]."""
         at = self._index(fresh)
         start = self._index([shared for _, shared in places])
         ending = replace(self.ending, tokens=self.ending.tokens - min(s for _, s in places))
@@ -176,7 +176,7 @@ class Growth:
             self.entropy = self.answers.values[..., place].tolist()
 
     def _put(self, at: Tensor, parents: Tensor, start: Tensor, written: Answers) -> None:
-        """Put what was ``written`` behind the first ``start`` [N, 1] tokens of the parents."""
+        """Append what was ``written`` to the first ``start`` [N, 1] tokens of the parents."""
         columns = torch.arange(self.ending.tokens, device=at.device)
         shared = columns < start
         steps = (columns - start).expand(len(at), -1)
@@ -195,11 +195,11 @@ class Growth:
         self.owner[at] = torch.where(shared, self.owner[parents], at[:, None])
 
     def _begun(self, fresh: list[int], places: list[Place]) -> tuple[Prefix, Tensor]:
-        """Return the beginnings of new answers as prompts that were read, one a row, and their
+        """Return the shared prefixes of new answers as prompts already read, one per row, and their
         rows.
 
-        Keys and values are those that were computed when the tokens were drawn; only the last
-        token makes a pass again, since the hidden state behind it was not kept.
+        Keys and values are those that were computed when the tokens were drawn; only the last token
+        is read again, since its hidden state was not kept.
         """
         at = self._index(fresh)
         parents = self._index([parent for parent, _ in places])
@@ -230,16 +230,16 @@ class Growth:
 
 @dataclass(frozen=True)
 class Source:
-    """Holds keys and values of beginnings that were read, and of what was written behind them."""
+    """Holds keys and values of prefixes that were read, and of what was written after them."""
 
     key_values: list[KV]
-    mask: Tensor  # [N, S] bool, of the beginnings; what was written follows
+    mask: Tensor  # [N, S] bool, of the prefixes; what was written follows
 
 
 def gathered(
     sources: Sequence[Source], origins: Sequence[Place], ends: Sequence[int]
 ) -> tuple[list[KV], Tensor]:
-    """Gather the first ``ends`` columns of rows that (source, row) name, padded on the left."""
+    """Gather the first ``ends`` columns of the rows (source, row), padded on the left."""
     width = max(ends)
     order: list[int] = []
     parts: list[list[KV]] = []

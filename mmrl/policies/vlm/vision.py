@@ -1,5 +1,5 @@
-"""Speeds up towers of packed patches: one product embeds all patches, images of one size attend in
-one batch."""
+"""Speeds up vision towers of packed patches: one matrix product embeds all patches, and images of
+one size attend in one batch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# model types whose towers hand over the lengths of their images
+# model types whose towers pass on the lengths of their images
 PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-# transformers hands the lengths to an attention whose name holds "flash", and loops otherwise
+# transformers passes the lengths to an attention whose name contains "flash", and loops otherwise
 FLASH = "mmrl_flash_"
 
 
 def quicken(hf: Any, xformers: bool = False) -> None:
-    """Let a tower of ``PACKED`` compute the same in fewer calls; other models stay as they are."""
+    """Make a tower of ``PACKED`` compute the same in fewer calls; other models are unchanged."""
     from transformers import AttentionInterface
 
     if hf.config.model_type not in PACKED:
@@ -36,8 +36,8 @@ def quicken(hf: Any, xformers: bool = False) -> None:
 
 
 class Patches(nn.Conv3d):
-    """Applies a convolution to single patches as a product of matrices, which is many times as
-    fast; its weights and settings are those of ``plain``."""
+    """Applies a convolution to single patches as a matrix product, which is many times faster;
+    weights and settings are those of ``plain``."""
 
     def __init__(self, plain: nn.Conv3d):
         nn.Module.__init__(self)
@@ -53,10 +53,9 @@ class Patches(nn.Conv3d):
 def by_length(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float
 ) -> Tensor:
-    """Attend [N, heads, D] inside each of the pieces that N tokens consist of, ``lengths`` of them
-    in turn.
+    """Attend [N, heads, D] within each of the consecutive segments of ``lengths`` tokens.
 
-    Pieces of one length are one batch, so that there are as many calls as different lengths.
+    Segments of one length form one batch, so there are as many calls as different lengths.
     """
     distinct = sorted(set(lengths))
     if len(distinct) == 1:
@@ -79,8 +78,8 @@ def by_length(
 def by_xformers(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float
 ) -> Tensor:
-    """Attend as ``by_length`` does, on CUDA in one call of xformers for all lengths: a
-    block-diagonal mask that is never written out."""
+    """Attend as ``by_length`` does, on CUDA in one call of xformers for all lengths, with an
+    implicit block-diagonal mask."""
     from xformers.ops import fmha
 
     mask = fmha.BlockDiagonalMask.from_seqlens(lengths)

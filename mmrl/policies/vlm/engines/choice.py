@@ -5,12 +5,12 @@ from __future__ import annotations
 from mmrl.policies.vlm.engines.external import Outside
 from mmrl.policies.vlm.engines.vllm_options import Setup
 
-EXTERNAL = ("vllm", "vllm-server")  # engines that sample by themselves
+EXTERNAL = ("vllm", "vllm-server")  # external engines
 
 
 def started(engine: str, setup: Setup) -> Outside | None:
-    """Start an engine that samples by itself; None for those that are the policy's own. UserError
-    where it is absent, or cannot load the model."""
+    """Start an external engine; None for the policy's own ones. UserError where it is not
+    installed, or cannot load the model."""
     if engine == "vllm":
         from mmrl.policies.vlm.engines.vllm_local import VLLM
 

@@ -1,6 +1,6 @@
-"""Defines what an engine that samples by itself is asked, and what it answers.
+"""Defines the interface of external sampling engines.
 
-The policy's own passes score its answers again: ``Rollout.sampler_logprob`` keeps the engine's
+The policy's own passes re-score their answers: ``Rollout.sampler_logprob`` keeps the engine's
 log-probs, the log shows the gap, and the objective's ``importance_sampling`` corrects for it.
 """
 
@@ -54,14 +54,14 @@ class EngineAnswer(NamedTuple):
 
 
 class Outside(Protocol):
-    """Defines what an engine beside the policy offers. ``notes``: what the log should say of it.
-    ``limits``: the most that it takes of a prompt."""
+    """Defines what an external engine offers. ``notes``: lines for the log. ``limits``: its limits
+    on prompts."""
 
     notes: tuple[str, ...]
     limits: EngineLimits
 
     def suits(self, hf: nn.Module) -> None:
-        """Raise UserError where the engine cannot follow what of this model is trained."""
+        """Raise UserError where the engine cannot receive what is trained of this model."""
 
     def refresh(self, hf: nn.Module) -> None:
         """Copy the current weights into the engine."""
@@ -69,8 +69,8 @@ class Outside(Protocol):
     def answer(
         self, prompts: Sequence[EnginePrompt], seeds: Sequence[int], warp: Warp, ending: Ending
     ) -> list[EngineAnswer]:
-        """Return one answer for each prompt; ``seeds`` key their randomness, as far as the engine
-        takes seeds."""
+        """Return one answer for each prompt; ``seeds`` key their randomness, where the engine
+        supports seeds."""
 
 
 def ask(
@@ -84,7 +84,7 @@ def ask(
     clock: Stopwatch,
 ) -> Answers:
     """Sample B answers with an engine; ``names`` [B] as in ``generate``. ``logprob`` is the
-    engine's own. The clock counts the seconds in which weights travel, ``sync``."""
+    engine's own. The clock measures weight transfer as ``sync``."""
     if "self_certainty" in ending.quantities:
         raise UserError(
             "policy options engine and record_self_certainty: another engine does not say how "
@@ -110,6 +110,6 @@ def ask(
 
 
 def _end(ids: Tensor, ending: Ending) -> int:
-    """Count the tokens of ids [n] up to the one that ends the answer; what an engine wrote beyond a
-    stop string it does not know is left out."""
+    """Count the tokens of ids [n] up to the one that ends the answer; tokens after a stop string
+    that the engine does not know are dropped."""
     return next((i for i in range(1, len(ids) + 1) if ending.ended(ids[None, :i]).any()), len(ids))

@@ -1,5 +1,5 @@
-"""Says what an engine, or a model without rotary positions, does not take of a prompt: before it is
-asked, and with the row's name."""
+"""Checks prompts against the limits of an engine, or of a model with learned positions, before
+sampling, naming the row."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Holds the most that is taken of a prompt; None: there is no limit. ``by``: whose limits they
-    are; ``tokens``: of prompt and answer together, which ``tokens_option`` raises, and
-    ``images_option`` those of ``images`` and ``videos``."""
+    """Holds limits on a prompt; None: no limit. ``by``: whose limits they are; ``tokens``: of
+    prompt and answer together, which ``tokens_option`` raises, and ``images_option`` those of
+    ``images`` and ``videos``."""
 
     by: str = ""
     tokens: int | None = None
@@ -21,7 +21,7 @@ class EngineLimits:
     images_option: str = ""
 
     def media(self, images: int, videos: int) -> str | None:
-        """Say what is wrong with that many pictures and clips; None: nothing."""
+        """Return the error for that many images and clips; None: they fit."""
         for name, count, most in (
             ("images", images, self.images),
             ("videos", videos, self.videos),
@@ -35,8 +35,8 @@ class EngineLimits:
         return None
 
     def length(self, tokens: int, answer: int) -> str | None:
-        """Say what is wrong with a prompt of ``tokens`` and an answer of ``answer``; None:
-        nothing."""
+        """Return the error for a prompt of ``tokens`` and an answer of ``answer``; None: they
+        fit."""
         if self.tokens is None or tokens + answer <= self.tokens:
             return None
         raises = f", or raise {self.tokens_option}" if self.tokens_option else ""
@@ -47,7 +47,7 @@ class EngineLimits:
 
 
 def of_model(config: Any) -> EngineLimits:
-    """Return the limits of a model itself: of one with learnt positions, as many as it has."""
+    """Return the limits of the model itself: the number of its learned positions, if it has any."""
     text = config.get_text_config()
     places = getattr(text, "max_position_embeddings", None)
     turns = getattr(text, "rope_parameters", None) or getattr(text, "alibi", False)

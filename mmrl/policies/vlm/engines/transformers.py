@@ -28,12 +28,12 @@ def generate_plainly(
     ending: Ending,
     busy: Callable[[bool], bool] | None = None,
 ) -> Answers:
-    """Answer every row of the collated ``inputs`` by its own pass over prompt and images; ``names``
-    [B] as in generate.
+    """Answer every row of the collated ``inputs``, each with its own copy of prompt and images;
+    ``names`` [B] as in generate.
 
     The tokens are drawn by the same rule from the same random numbers as everywhere else, so the
     samples are those of mmrl's own sampling up to rounding. ``busy`` not None: all processes make
-    equally many passes.
+    the same number of passes.
     """
     recorder = _Recorder(blank(names, ending, net.hf), names, rng, warp, ending)
     net("generate", inputs, recorder, synced=busy is not None)
@@ -41,7 +41,7 @@ def generate_plainly(
 
 
 class _Recorder:
-    """Draws the next token of every row, and leaves transformers no other choice."""
+    """Draws the next token of every row, and forces transformers to take it."""
 
     def __init__(self, done: Answers, names: Tensor, rng: Rng, warp: Warp, ending: Ending):
         self.names = names
@@ -53,8 +53,8 @@ class _Recorder:
         self.going = torch.ones_like(names, dtype=torch.bool)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Draw a token as the logits processor: scores [B, V] -> the same with everything but that
-        token impossible. Prompts without an answer follow behind the rows."""
+        """Draw a token as a logits processor: scores [B, V] -> the same with all other tokens at
+        -inf. Prompts without an answer come after the rows."""
         uniform = (
             None
             if self.warp.temperature == 0

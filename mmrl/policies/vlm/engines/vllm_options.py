@@ -1,5 +1,4 @@
-"""Holds what the two vLLM engines share: their options, the request for an answer, and which
-versions of vLLM they were tried with."""
+"""Shared by the two vLLM engines: options, sampling parameters, and supported versions."""
 
 from __future__ import annotations
 
@@ -13,26 +12,26 @@ from mmrl.core.numbers import Count
 from mmrl.policies.vlm.generate import Ending
 from samplers.warp import Warp
 
-OLDEST = (0, 32)  # the first version that was tried: older ones lack routes and arguments
+OLDEST = (0, 32)  # oldest version tried: older ones lack routes and arguments
 TRIED = "0.32"
 IMPOSSIBLE = -100.0  # the lowest bias that vLLM takes
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks for which vLLM makes room
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the LoRA ranks that vLLM supports
 
 
 @dataclass(frozen=True)
 class VLLMOptions:
     """Sets how vLLM samples for the engines vllm and vllm-server.
 
-    sync: what travels before a rollout: "weights", all of them with adapters merged, or "lora", the
-    adapters alone, which vLLM adds to the base model that it loaded at the start. For vllm:
-    gpu_memory_utilization: part of the device's memory that it may use. kv_cache_gib: memory for
-    keys and values; null: vLLM's own rule. max_model_len: most tokens of prompt and answer; null:
-    the model's. max_images: most images of a prompt. enforce_eager: without compiled graphs.
-    enable_sleep_mode: give memory back between rollouts, on CUDA. For vllm-server: server_base_url,
-    without /v1. server_timeout: seconds for a request. weight_transfer: how weights travel:
+    sync: what is sent before a rollout: "weights", all of them with adapters merged, or "lora",
+    only the adapters, which vLLM adds to the base model that it loaded at the start. For vllm:
+    gpu_memory_utilization: share of the device's memory that it may use. kv_cache_gib: memory for
+    keys and values; null: vLLM's own rule. max_model_len: maximum tokens of prompt and answer;
+    null: the model's. max_images: maximum images per prompt. enforce_eager: without CUDA graphs.
+    enable_sleep_mode: free memory between rollouts, on CUDA. For vllm-server: server_base_url,
+    without /v1. server_timeout: seconds for a request. weight_transfer: how weights are sent:
     "folder", as safetensors through shared_folder, which both machines see under that path; or
     "nccl", vLLM's weight-transfer API between CUDA devices, with this process as master at
-    master_address and group_port. concurrency: requests at once.
+    master_address and group_port. concurrency: concurrent requests.
     """
 
     sync: Literal["weights", "lora"] = "weights"
@@ -53,8 +52,8 @@ class VLLMOptions:
 
 @dataclass(frozen=True)
 class Setup:
-    """Holds what an engine is started with: the model's folder or hub id, the type of its weights,
-    and the rank of adapters (0: none)."""
+    """Holds an engine's model: folder or hub id, dtype of the weights, and rank of adapters (0:
+    none)."""
 
     place: str
     dtype: str
@@ -71,7 +70,7 @@ class Setup:
 
     @property
     def room(self) -> int:
-        """Return the rank for which vLLM has to make room."""
+        """Return the smallest rank that vLLM supports for the adapter."""
         rank = next((size for size in RANKS if size >= self.rank), None)
         if rank is None:
             raise UserError(
@@ -82,7 +81,7 @@ class Setup:
 
 
 def check_version(text: str, whose: str) -> None:
-    """Raise UserError for a vLLM that is too old; ``whose`` says which one."""
+    """Raise UserError for a vLLM that is too old; ``whose`` names it."""
     parts = text.split(".")
     number = tuple(int(part) for part in parts[:2] if part.isdigit())
     if len(number) == 2 and number < OLDEST:
@@ -93,7 +92,7 @@ def check_version(text: str, whose: str) -> None:
 
 
 def sampling(warp: Warp, ending: Ending, seed: int) -> dict[str, Any]:
-    """Build vLLM's SamplingParams for an answer, as JSON has them too.
+    """Build the fields of vLLM's SamplingParams for an answer, also fit for JSON.
 
     The distribution is the policy's: temperature, truncation, and tokens that may not be drawn. An
     answer ends at the policy's stop tokens and strings, and keeps the token that ended it.

@@ -1,5 +1,5 @@
-"""Samples by a vLLM that runs elsewhere (``vllm serve``): tokens go in and tokens come out, and the
-weights are brought there before every rollout."""
+"""Samples by a remote vLLM (``vllm serve``): tokens in, tokens out; the weights are sent before
+every rollout."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from mmrl.policies.vlm.media import Video
 from samplers.warp import Warp
 
 KEY = "VLLM_API_KEY"  # environment variable with the key, as the server has it
-ATTEMPTS = 3  # connections that are tried for a request; one that was taken is not repeated
-GENERATE = "/inference/v1/generate"  # the route of tokens in, tokens out
+ATTEMPTS = 3  # connection attempts of a request; an accepted one is not repeated
+GENERATE = "/inference/v1/generate"  # the tokens-in, tokens-out route
 Json = dict[str, Any]
 
 
@@ -56,11 +56,11 @@ class Server:
         return UserError(f"policy option vllm.server_base_url = {self.url}: {what}")
 
     def get(self, path: str) -> Any:
-        """Return what GET answers."""
+        """Return the response to GET."""
         return self._asked("GET", path).json()
 
     def post(self, path: str, body: Json | None = None) -> httpx.Response:
-        """Return what POST answers. UserError where the server refuses it."""
+        """Return the response to POST. UserError where the server rejects it."""
         return self._asked("POST", path, body)
 
     def has(self, path: str) -> bool:
@@ -68,7 +68,7 @@ class Server:
         return self._request("GET", path).status_code == httpx.codes.METHOD_NOT_ALLOWED
 
     def refuses(self, path: str) -> bool:
-        """Tell whether the server has switched a route off that takes POST, by an empty request."""
+        """Tell by an empty request whether the server has disabled a POST route."""
         return self._request("POST", path, {}).status_code in (
             httpx.codes.FORBIDDEN,
             httpx.codes.NOT_FOUND,
@@ -91,17 +91,17 @@ class Server:
 
 
 class VLLMServer:
-    """Samples by ``vllm serve``: the prompt's own tokens are sent, so no chat template stands
-    between, and what it read is compared with what the policy reads."""
+    """Samples by ``vllm serve``: token ids are sent, so no chat template intervenes, and the ids
+    that the server read are compared with the policy's."""
 
     def __init__(self, setup: Setup):
-        """Look at the server. Raises UserError where it cannot be used: absent, too old, or started
-        without what sampling or the weights need."""
+        """Check the server. Raises UserError where it cannot be used: absent, too old, or started
+        without options that sampling or weight transfer needs."""
         setup.check()
         self.setup = setup
         self.server = Server(setup)
         self.lora = setup.options.sync == "lora"
-        self.packs = self.repacks = False  # a tied head: is it packed there, and packed anew?
+        self.packs = self.repacks = False  # a tied head: is it packed there, and repacked?
         self.notes = tuple(self._checked())
         self.transfer = transfer_for(self.server, setup)
         model = self._first()
@@ -124,7 +124,7 @@ class VLLMServer:
         self.model = self.transfer.send(hf) or self.model
         if self.repacks:
             self.server.post("/collective_rpc", {"method": METHOD})
-        for cache in ("prefix", "mm", "encoder"):  # of what the previous weights computed
+        for cache in ("prefix", "mm", "encoder"):  # results of the previous weights
             self.server.post(f"/reset_{cache}_cache")
 
     def answer(
@@ -144,7 +144,7 @@ class VLLMServer:
             ]
 
     def _checked(self) -> Iterator[str]:
-        """Look at how the server was started, and yield what is worth a line of the log."""
+        """Check how the server was started, and yield lines for the log."""
         check_version(str(self.server.get("/version").get("version")), self.server.url)
         if not self.server.has("/collective_rpc"):
             raise self.server.mistake(
@@ -179,7 +179,7 @@ class VLLMServer:
             )
 
     def _first(self) -> Json:
-        """Return what the server says of its base model."""
+        """Return the server's description of its base model."""
         models = self.server.get("/v1/models")["data"]
         return next(model for model in models if not model.get("parent"))
 
@@ -194,7 +194,7 @@ class VLLMServer:
 
     def _features(self, prompt: EnginePrompt) -> Json:
         """Return the features of a prompt with videos, as the server's own processor makes them:
-        only its chat route takes the times of frames. Where they belong is found in our tokens."""
+        only its chat route takes frame times. Their positions are found in the policy's tokens."""
         video = prompt.videos[0]
         content = [
             {"type": "video_url", "video_url": {"url": _frames_url(v)}} for v in prompt.videos
@@ -240,8 +240,8 @@ def _once(prompts: Sequence[EnginePrompt]) -> list[EnginePrompt]:
 
 
 def _placed(prompt: EnginePrompt, rendered: list[int], ranges: list[Json]) -> list[Json]:
-    """Find in the prompt's tokens the placeholders [offset, length] that the server put into its
-    own rendering, in their order."""
+    """Find in the prompt's tokens the placeholders [offset, length] of the server's own rendering,
+    in order."""
     start = 0
     placed = []
     for each in ranges:
@@ -250,7 +250,7 @@ def _placed(prompt: EnginePrompt, rendered: list[int], ranges: list[Json]) -> li
         offsets = range(start, last + 1)
         at = next((i for i in offsets if prompt.read[i : i + len(tokens)] == tokens), None)
         if at is None:
-            prompt.check("vllm-server", rendered)  # they differ: it says so
+            prompt.check("vllm-server", rendered)  # raises: they differ
             raise UserError(f"{prompt.name}: vLLM puts its features where the policy has none")
         placed.append({"offset": at, "length": len(tokens)})
         start = at + len(tokens)
@@ -268,7 +268,7 @@ def _png_url(image: Any) -> str:
 
 
 def _frames_url(video: Video) -> str:
-    """Write frames as vLLM takes a list of them. It names them JPEG, and reads any picture: these
+    """Encode frames as the list that vLLM takes. It calls them JPEG, but reads any format: these
     are PNG, so that no pixel changes."""
     from PIL import Image
 
@@ -276,7 +276,7 @@ def _frames_url(video: Video) -> str:
 
 
 def _times(video: Video) -> Json:
-    """Return the times of a video's frames, in vLLM's words."""
+    """Return the times of a video's frames, in vLLM's format."""
     return {
         "num_frames": -1,
         "fps": video.fps,
@@ -288,7 +288,7 @@ def _times(video: Video) -> Json:
 
 
 def _words(response: httpx.Response) -> str:
-    """Return what a refusal says, without the JSON around it."""
+    """Return the message of an error response, without the JSON around it."""
     try:
         body = response.json()
         text = body.get("error", body) if isinstance(body, dict) else body

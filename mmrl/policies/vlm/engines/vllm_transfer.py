@@ -1,5 +1,5 @@
-"""Brings weights to a vLLM server: through a folder that both machines see, or by vLLM's
-weight-transfer API over NCCL. Nothing is pickled on any of these ways."""
+"""Sends weights to a vLLM server: through a shared folder, or by vLLM's weight-transfer API over
+NCCL. Neither uses pickle."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ ADAPTER = "policy"  # the name under which the server has the adapter
 
 
 class Server(Protocol):
-    """Defines what is asked of a server."""
+    """Defines the requests to a server."""
 
     url: str
 
     def get(self, path: str) -> Any:
-        """Return what GET answers, as plain data."""
+        """Return the response to GET, as plain data."""
 
     def post(self, path: str, body: Any = None) -> Any:
-        """Return what POST answers."""
+        """Return the response to POST."""
 
 
 class Transfer(Protocol):
     """Defines how weights travel."""
 
     def send(self, hf: Any) -> str | None:
-        """Bring the weights to the server; a collective call. Returns the name of the model that
-        requests are for from now on, None: the server's only one."""
+        """Send the weights to the server; a collective call. Returns the model name for later
+        requests; None: the server's only model."""
 
 
 def transfer_for(server: Server, setup: Setup) -> Transfer:
-    """Return the way that the options choose. UserError where it cannot be gone."""
+    """Return the transfer that the options choose. UserError where it cannot work."""
     options = setup.options
     if options.weight_transfer == "nccl":
         if options.sync == "lora":
@@ -65,8 +65,8 @@ def transfer_for(server: Server, setup: Setup) -> Transfer:
 
 
 class ThroughFolder:
-    """Writes safetensors where the server reads them. The main process writes, and removes what it
-    wrote before."""
+    """Writes safetensors where the server reads them. The main process writes, and removes its
+    previous files."""
 
     def __init__(self, server: Server, folder: Path, lora: bool):
         self.server = server
@@ -84,7 +84,7 @@ class ThroughFolder:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _send(self, hf: Any) -> None:
-        # under an adapter too, once: an earlier run may have left other weights there
+        # once with an adapter too: an earlier run may have left other weights there
         if not self.lora or not self.number:
             self._send_weights(partial(vllm_weights.save_weights, hf, adapters=not self.lora))
         if self.lora:
@@ -102,7 +102,8 @@ class ThroughFolder:
 
     @contextmanager
     def _written(self, save: Callable[[Path], None]) -> Iterator[Path]:
-        """Save into a new folder; the one before goes when the server has taken this one."""
+        """Save into a new folder; the previous one is removed once the server has loaded this
+        one."""
         before = self.folder / str(self.number)
         self.number += 1
         place = self.folder / str(self.number)
@@ -167,7 +168,7 @@ def source_of(broadcast: Any) -> Any:
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class Source(WeightSource):
-        """Yields the weights of now, under the names of a checkpoint."""
+        """Yields the current weights, under the names of a checkpoint."""
 
         def metadata(self) -> list[Any]:
             """List name, type and shape of each."""

@@ -1,5 +1,5 @@
-"""Brings the policy's weights into the forms that vLLM loads: those of a saved checkpoint, or an
-adapter as peft saves it."""
+"""Converts the policy's weights to formats that vLLM loads: a saved checkpoint's, or a peft
+adapter."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ WEIGHTS = "model.safetensors"
 
 @torch.no_grad()
 def checkpoint_weights(hf: Any, adapters: bool = True) -> dict[str, Tensor]:
-    """Return the weights, adapters merged or left out, under the names that they have in a saved
-    checkpoint, which are those that vLLM knows. Weights that another one is tied to are left
-    out."""
+    """Return the weights, adapters merged or left out, under their names in a saved checkpoint,
+    which vLLM expects. Tied weights are listed once."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = merged(hf, adapters)
@@ -33,8 +32,7 @@ def checkpoint_weights(hf: Any, adapters: bool = True) -> dict[str, Tensor]:
 
 
 def check_whole(hf: nn.Module, engine: str) -> None:
-    """Raise UserError for a model that is cut up over processes: its weights would have to be
-    gathered."""
+    """Raise UserError for a sharded model: its weights would have to be gathered."""
     if any(is_sharded(p) for p in hf.parameters()):
         raise UserError(
             f"policy option engine = {engine} is for weights that every process holds whole; under "
@@ -43,14 +41,14 @@ def check_whole(hf: nn.Module, engine: str) -> None:
 
 
 def has_tied_head(hf: Any) -> bool:
-    """Tell whether the head multiplies by the embeddings' own weights."""
+    """Tell whether the head is tied to the embeddings."""
     head, embeddings = hf.get_output_embeddings(), hf.get_input_embeddings()
     return getattr(head, "weight", None) is getattr(embeddings, "weight", embeddings)
 
 
 def check_adapters(hf: nn.Module) -> None:
-    """Raise UserError unless all that is trained are adapters in the language model, which are
-    those that vLLM takes."""
+    """Raise UserError unless only adapters in the language model are trained, which vLLM
+    supports."""
     trained = [name for name, p in hf.named_parameters() if p.requires_grad]
     foreign = next((n for n in trained if "lora_" not in n or part_of(n) != "language"), None)
     if foreign is not None:
@@ -61,7 +59,7 @@ def check_adapters(hf: nn.Module) -> None:
 
 
 def save_weights(hf: Any, folder: Path, adapters: bool = True) -> None:
-    """Save the whole weights as one file that vLLM reads like a checkpoint's."""
+    """Save all weights as one file that vLLM reads like a checkpoint's."""
     folder.mkdir(parents=True)
     _save(checkpoint_weights(hf, adapters), folder / WEIGHTS)
 

@@ -1,4 +1,4 @@
-"""Adds to the workers of a vLLM server what it lacks on a CPU: ``vllm serve --worker-extension-cls
+"""Worker extension of a vLLM server for tied heads on a CPU: ``vllm serve --worker-extension-cls
 mmrl.policies.vlm.engines.vllm_worker.TiedHead``."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ METHOD = "repack_tied_head"
 
 
 class TiedHead:
-    """Becomes a base class of vLLM's worker, whose methods a request may call by name."""
+    """Extends vLLM's worker by methods that a request may call by name."""
 
     get_model: Any  # the worker's
 
@@ -19,8 +19,8 @@ class TiedHead:
 
 
 def repack(model: Any) -> None:
-    """Let a head that is tied to the embeddings follow them after vLLM has reloaded its weights: on
-    a CPU it multiplies by a packed copy, which ``reload_weights`` of vLLM 0.32 does not renew."""
+    """Update a tied head after vLLM has reloaded its weights: on a CPU it uses a packed copy, which
+    ``reload_weights`` of vLLM 0.32 does not update."""
     for module in model.modules():
         embeds = type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding")
         if embeds and hasattr(module, "cpu_linear"):
