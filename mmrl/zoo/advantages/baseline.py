@@ -1,4 +1,4 @@
-"""Compares with what is known of a prompt from elsewhere: rewards of a reference, or earlier ones.
+"""Baselines from outside the group: rewards of a reference on the prompt, or earlier rewards.
 
 A file of reference rewards is JSON lines, one prompt each: {"text": the prompt, "reward": a number,
 or one for each rollout of the reference}, as ``mmrl.apps.prepare.reference_rewards`` writes it.
@@ -94,11 +94,11 @@ def mean_of(values: list[float]) -> float:
 
 
 class References:
-    """Knows the rewards of a reference on every prompt, and their mean.
+    """Holds the rewards of a reference on every prompt, and their mean.
 
-    From a file, from a field of the prompts, or else measured: the rewards of the policy in the
-    iteration in which it first meets the prompt, which stay, or with ``refresh`` are measured again
-    when they are so many iterations old, or with ``rate`` move towards those of every iteration.
+    They come from a file, from a field of the prompts, or else from the policy itself in the
+    iteration in which it first meets the prompt. Those stay, or are measured again after
+    ``refresh`` iterations, or with ``rate`` move towards the rewards of every iteration.
     """
 
     rate: float | None = None
@@ -194,18 +194,18 @@ class References:
 
 @ADVANTAGES.register("pvpo")
 class PVPO:
-    """Take off the mean reward of a reference on the prompt (PVPO), or its moving mean (AVATAR).
+    """Subtract the mean reward of a reference on the prompt (PVPO), or a moving mean (AVATAR).
 
-    Feng et al. 2025, "PVPO: Pre-estimated value-based policy optimization": r - V(prompt). V from
-    ``file`` (JSON lines {"text": ..., "reward": number or list}, from
+    Feng et al. 2025, "PVPO: Pre-estimated value-based policy optimization": r - V(prompt). V is
+    read from ``file`` (JSON lines {"text": ..., "reward": number or list}, from
     mmrl.apps.prepare.reference_rewards) or from the ``field`` of the prompts; with neither it is
-    the mean reward of the policy when it first meets the prompt (our reading of a frozen policy at
-    the start), measured again after ``refresh`` iterations (0: never). rate: V <- V + rate (mean -
-    V) after every iteration, by the mean of what the policy sampled in it (Kulkarni and Fazli
-    2025, AVATAR; V of the first is its own mean). key: the field that identifies a prompt. scale:
-    with a "batch", divided by the std of all advantages of the iteration + 1e-4. learned: V is
-    what the value model of the stage ``prompt_value`` predicts, as in A-LoL (Baheti et al. 2024).
-    offline: only answers of others (the stage demonstrations) are trained on, as there.
+    the policy's mean reward when it first meets the prompt (mmrl's reading of a frozen initial
+    policy), measured again after ``refresh`` iterations (0: never). rate: V <- V + rate (mean - V)
+    after every iteration, with the mean of that iteration's samples (Kulkarni and Fazli 2025,
+    AVATAR; V starts as the first mean). key: the field that identifies a prompt. scale: with
+    "batch", divided by the std of all advantages of the iteration + 1e-4. learned: V is predicted
+    by the value model of the stage ``prompt_value``, as in A-LoL (Baheti et al. 2024). offline:
+    train only on demonstrations (the stage demonstrations), as in A-LoL.
     """
 
     def __init__(
@@ -267,14 +267,14 @@ class PVPO:
 
 @ADVANTAGES.register("aapo")
 class AAPO:
-    """Add the lead over a reference, within bounds, to the advantage in the group (AAPO).
+    """Add the clipped margin over a reference reward to the group advantage (AAPO).
 
     Xiong et al. 2025, "AAPO: Enhance the reasoning capabilities of LLMs with advantage momentum": A
-    + clip(r - r_ref, low, high), so that groups of equal rewards teach too. Its loss is that of the
-    surrogate ``reinforce``. base: of A. low, high: as in the published code, in units of reward.
-    r_ref: from ``file``, ``field`` (a number or a list), or measured, with ``key`` and ``refresh``,
-    as in ``pvpo``; compare: the n-th answer with the reference's n-th ("answers", the paper; where
-    it has fewer, from the first again), or all with its mean ("mean").
+    + clip(r - r_ref, low, high), so that groups of equal rewards have a gradient too. Its loss is
+    the surrogate ``reinforce``. base: the advantage A. low, high: as in the published code, in
+    units of reward. r_ref: from ``file``, ``field`` (a number or a list), or measured, with ``key``
+    and ``refresh``, as in ``pvpo``. compare: the n-th answer with the reference's n-th ("answers",
+    as in the paper; if the reference has fewer, cycled), or all with its mean ("mean").
     """
 
     def __init__(
@@ -309,22 +309,22 @@ class AAPO:
 
 @ADVANTAGES.register("single_stream")
 class SingleStream:
-    """Take off a prompt's tracked value and normalise over the batch, without groups (SPO).
+    """Subtract a tracked value of the prompt and normalise over the batch, without groups (SPO).
 
     Xu and Ding 2025, "Single-stream policy optimization". v = alpha / (alpha + beta) before the
-    update; A = r - v, less the mean and over the sample std (+ 1e-8) of the batch. Then alpha <-
-    rho alpha + r, beta <- rho beta + 1 - r. Rewards are brought from [low, high] to [0, 1]; several
-    count by their weighted mean. A group may be one sample (train.group_size).
+    update; A = r - v, standardised over the batch (sample std + 1e-8). Then alpha <- rho alpha + r,
+    beta <- rho beta + 1 - r. Rewards are mapped from [low, high] to [0, 1]; several count by their
+    weighted mean. A group may be one sample (train.group_size).
 
-    rho: 2^(-D / half) within [forget_min, forget_max], where D says how far the policy has moved
-    since it last met the prompt. drift: D is the mean |log p_then - log p_now| of the decisions of
-    the answers of then, scored again as in the published code ("kl", of the stage policy_drift);
-    or, without that pass, the difference of the mean log-probs of the answers of then and of now
-    ("surprisal", our reading); or 0, so that rho = forget_max ("none"; with forget_min = forget_max
-    the published constant rho). half: the D, nats, at which half is forgotten. file: rewards of a
-    reference, as in ``pvpo``: n values of them begin alpha = N (sum + 1/2) / (n + 1), N = 1 / (1 -
-    forget_min); otherwise alpha = beta = 1/2. key: the field that identifies a prompt. The data
-    source ``single_stream`` draws prompts by the same tracker.
+    rho: 2^(-D / half) within [forget_min, forget_max], where D measures how far the policy has
+    moved since it last met the prompt. drift: D is the mean |log p_then - log p_now| over the
+    decisions of the previous answers, scored again as in the published code ("kl", of the stage
+    policy_drift); or, without that pass, the difference of the mean log-probs of the previous and
+    the current answers ("surprisal", mmrl's reading); or 0, so that rho = forget_max ("none"; with
+    forget_min = forget_max the published constant rho). half: the D, nats, at which half is
+    forgotten. file: rewards of a reference, as in ``pvpo``: n of them set the initial alpha = N
+    (sum + 1/2) / (n + 1), N = 1 / (1 - forget_min); otherwise alpha = beta = 1/2. key: the field
+    that identifies a prompt. The data source ``single_stream`` draws prompts by the same tracker.
     """
 
     def __init__(

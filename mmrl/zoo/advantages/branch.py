@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import LatentPath, Rewards, Rollout
 
-SAME = 1e-6  # edges whose rewards spread by less are equal
+SAME = 1e-6  # a smaller spread of rewards counts as zero
 
 
 @ADVANTAGES.register("branch")
@@ -24,13 +24,13 @@ class Branch:
 
     Li et al. 2025, "BranchGRPO", sections 3.3 and 3.4. fusion: "mean" of the leaves; "path" lets
     every node weigh its children by softmax(alpha log-prob of their edge), from the leaves up.
-    among: an edge is compared with all of its prompt and depth, or with its "siblings", which begin
-    where it begins (Yang et al. 2025, "TreeRPO: Tree relative policy optimization"); trees of one
-    prompt are siblings. ddof, eps: of the standard deviation of what is compared. prune_depth:
-    these edges (1 is the first) are not trained, all of them one earlier every ``slide_every``
-    iterations until the first stands at ``slide_stop``. prune_width: behind the last split only
-    half of the chains is trained, the better of each split ("siblings") or the best and the worst
-    of all ("extremes").
+    among: an edge is compared with all of its prompt and depth, or with its "siblings", which have
+    the same parent (Yang et al. 2025, "TreeRPO: Tree relative policy optimization"); the roots of
+    one prompt are siblings. ddof, eps: of the standard deviation. prune_depth: these edges (1 is
+    the first) are not trained; all move one depth earlier every ``slide_every`` iterations until
+    the first is at ``slide_stop``. prune_width: after the last split only half of the chains are
+    trained, the better one of each split ("siblings") or the best and the worst of all
+    ("extremes").
     """
 
     needs_tree = True  # the configuration refuses it without one
@@ -102,13 +102,13 @@ class Branch:
             name = edge_id[:, k]
             parent = edge_id[:, k - 1]
             if self.fusion == "mean" and torch.equal(name, parent):
-                fused.append(below)  # tokens of an edge, which may be many
+                fused.append(below)  # further tokens of an edge
             elif self.fusion == "mean":
                 weight = (~leaf.isnan()).double()
                 fused.append(edge_mean(leaf, weight, parent))
             else:
                 score = logprob[:, k]
-                # one for every edge, whatever the rows are called by now
+                # one for every edge, however the rows are named now
                 rows = _first(name) & ~below.isnan()
                 weight = (self.alpha * (score - _most(score, parent))).exp() * rows
                 fused.append(edge_mean(below, weight, parent))
@@ -126,8 +126,8 @@ class Branch:
         return centred.masked_fill(reward.isnan(), torch.nan)
 
     def _beside_depth(self, fused: Tensor, edge_id: Tensor, group: Tensor) -> list[Tensor]:
-        """Return for each of the K decisions the normalised rewards [B] of the edges, compared
-        with all of their prompt there."""
+        """Return for each of the K decisions the rewards [B] of the edges, normalised over all of
+        their prompt there."""
         edges: list[Tensor] = []
         for k in range(fused.shape[1]):
             alike = k and torch.equal(edge_id[:, k], edge_id[:, k - 1])
@@ -138,8 +138,8 @@ class Branch:
         return edges
 
     def _beside_siblings(self, fused: Tensor, edge_id: Tensor, group: Tensor) -> list[Tensor]:
-        """Return for each of the K decisions the normalised rewards [B] of the edges, compared
-        where they begin with those that begin there too."""
+        """Return for each of the K decisions the rewards [B] of the edges, normalised at an edge's
+        start over its siblings."""
         above = parents(edge_id, group)
         edges = [self._normalised(fused[:, 0], edge_id[:, 0], above[:, 0])]
         for k in range(1, fused.shape[1]):
@@ -203,10 +203,10 @@ def _most(value: Tensor, name: Tensor) -> Tensor:
 
 
 def parents(edge_id: Tensor, group: Tensor) -> Tensor:
-    """Number the edge [B, K] at whose end each edge begins, for the first ones their prompt.
+    """Number the parent edge [B, K] of each edge; of the first edges, their prompt.
 
-    An edge that goes on over several decisions has one name in each and begins where the first of
-    them does: where fewer rows share it than the decision before.
+    An edge that spans several decisions has one name in each and begins at the first of them: where
+    fewer rows share it than the decision before.
     """
     names = edge_id + group[:, None] * (int(edge_id.max()) + 1)
     above = -1 - group
@@ -224,7 +224,7 @@ def parents(edge_id: Tensor, group: Tensor) -> Tensor:
 
 
 def _shared_by(name: Tensor) -> Tensor:
-    """Return how many rows [B] share the name of each."""
+    """Return how many rows [B] share each name."""
     _, index, count = name.unique(return_inverse=True, return_counts=True)
     shared: Tensor = count[index]
     return shared

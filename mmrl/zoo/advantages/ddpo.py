@@ -1,4 +1,4 @@
-"""DDPO's advantage compares a reward with those of the same prompt in this iteration and before."""
+"""DDPO's advantage: compares a reward with the latest rewards of the same prompt."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class DDPO:
     def _mean_and_std(self, text: str, everything: list[float]) -> tuple[float, float]:
         buffer: Sequence[float] = self.rewards.get(text, ())
         values = buffer if len(buffer) >= self.min_count else everything
-        # the mean of equal numbers may round to another number
+        # the mean of equal numbers may be rounded
         if not values or min(values) == max(values):
             return max(values, default=0.0), 0.0
         return statistics.fmean(values), statistics.pstdev(values)

@@ -1,4 +1,4 @@
-"""Compares answers with a look at what was recorded of the distributions they were drawn from."""
+"""Advantages from the recorded entropy and self-certainty of the sampling distributions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmrl.zoo.advantages.quantities import entropy as entropy_of
 from mmrl.zoo.advantages.quantities import path_mask, quantity
 from mmrl.zoo.advantages.shaping import Underneath
 
-TINY = 1e-8  # added to what is divided by
+TINY = 1e-8  # added to denominators
 
 
 @ADVANTAGES.register("edge_grpo")
@@ -30,14 +30,14 @@ def edge_grpo(
     over: Literal["batch", "group"] = "batch",
     limit: Annotated[float, Gt(1)] | None = None,
 ) -> Tensor:
-    """Divide by an answer's entropy, so that sure answers count more, right or wrong (EDGE-GRPO).
+    """Divide by an answer's entropy, so confident answers count more, right or wrong (EDGE-GRPO).
 
     Zhang et al. 2025, "EDGE-GRPO: Entropy-driven GRPO with guided error correction". A mean(H) /
     H, H the mean entropy of the decisions of an answer, nats, which the policy records. over: the
-    answers of the mean, all of the batch as in the published code, or those of the group. limit: H
-    / mean(H) is kept within [1 / limit, limit]; null: it is not. An answer without entropy keeps A.
-    base: of A. For models that write tokens: the entropy of a step of
-    a sampler is that of its noise, the same for all samples.
+    mean is over the batch, as in the published code, or over the group. limit: H / mean(H) is
+    clamped to [1 / limit, limit]; null: it is not. An answer without entropy keeps A. base: of A.
+    For models of tokens: the entropy of a diffusion step is that of its noise, the same for all
+    samples.
     """
     _, groups = measured(rewards, rollout)
     advantage = base(rewards, rollout)
@@ -72,9 +72,9 @@ def hapo(
 
     Liu et al. 2025, "From uniform to heterogeneous": (r - mean) / (std + eps), mean and population
     std over the decisions of the group, each with the reward of its answer: the sum over a group's
-    decisions is 0, as a mean over tokens wants it. std: false leaves it out. limit: a group in
-    which a value reaches it takes ``base`` in place (the published code). HAPO's other parts are
-    the objective hapo and the policy's adaptive_temperature.
+    decisions is 0, as suits a mean over tokens. std: false: no division. limit: a group in which a
+    value reaches it uses ``base`` instead (the published code). HAPO's other parts are the
+    objective hapo and the policy's adaptive_temperature.
     """
     double, groups = measured(rewards, rollout)
     total = double.total().masked_fill(~groups.present, 0.0)
@@ -105,12 +105,12 @@ def recorded(
     weight: float = 1.0,
     base: Underneath = grpo,
 ) -> Tensor:
-    """Add what the rollout recorded of each sample to its rewards, then compare (Intuitor).
+    """Add a recorded quantity, such as self-certainty, to the rewards (Intuitor).
 
-    Zhao et al. 2025, "Learning to reason without external rewards": the self-certainty of an
-    answer, KL(uniform || p), nats, on average over its tokens, as reward. It needs no text, so it
-    is for images written in tokens too. which: or another recorded quantity. weight: of it in the
-    sum; with rewards of weight 0 it is the only one. base: the advantage of the sum.
+    Zhao et al. 2025, "Learning to reason without external rewards": the reward is the
+    self-certainty of an answer, KL(uniform || p), nats, averaged over its tokens. It needs no text,
+    so it works for image tokens too. which: or another recorded quantity. weight: of it in the sum;
+    with all rewards at weight 0 it is the only one. base: the advantage of the sum.
     """
     given_rewards = named(rewards)
     value = quantity(which, rewards, rollout)

@@ -1,4 +1,4 @@
-"""Leaves rows or whole groups out of another advantage, before or after they are compared."""
+"""Excludes rows or whole groups from another advantage, before or after they are compared."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from samplers.noise import Rng
 
 Prefer = Literal["highest", "lowest", "ends", "best_and_random"]
 Kind = Literal["flat", "right", "wrong"]
-TINY = 1e-12  # a spread below it is none
+TINY = 1e-12  # a smaller spread counts as zero
 
 
 @ADVANTAGES.register("filtered")
 class Filtered:
-    """Compare only the best k of a group by any quantity, and only groups that teach (GFPO).
+    """Compare only the best k of each group by any quantity, and drop flat groups (GFPO).
 
     Shrivastava et al. 2025, "Sample more to think less" (GFPO: by: length, prefer: lowest, or by:
     reward_per_token). Shen and Zhang 2024, "Policy filtration in RLHF" (PF-PPO: statistics: all
     with prefer: highest and keep: 1, best_and_random and keep: 2, or ends and keep: 2). GTPO's
     filter: by: surprisal, at_most: 0.7.
 
-    base: the advantage of the rows that stay. by: "reward" (the weighted sum), "reward_per_token",
-    "length", "logprob", "surprisal" (mean -log p, nats), "entropy", "self_certainty",
-    or a reward, of any weight. at_least, at_most: rows beyond leave. keep: so many of the others
-    stay in each group; a list of numbers: by the difficulty of the prompt, hardest first, in equal
-    shares of the mean rewards of the last ``memory`` groups (GFPO's adaptive difficulty: [8, 8, 6,
-    4]). prefer: which stay; ends: half best, half worst, the odd one best; best_and_random: the
-    best and others by lot, keyed by ``seed``. actual: a reward, a watched one too, such as of a
-    unit test, which ``by`` stands for: then PF-PPO chooses among ``strategies`` the one whose rows
-    have had the highest R^2 so far between the two, in place of ``prefer``, which counts until R^2
-    is known. statistics: base sees the rows that stay, or all.
-    outside: rows left out leave training, or count with advantage 0 (the GFPO paper).
+    base: the advantage of the rows kept. by: "reward" (the weighted sum), "reward_per_token",
+    "length", "logprob", "surprisal" (mean -log p, nats), "entropy", "self_certainty", or a reward,
+    of any weight. at_least, at_most: rows outside are dropped. keep: how many of the others are
+    kept in each group; a list: by the difficulty of the prompt, hardest first, in quantiles of the
+    mean rewards of the last ``memory`` groups (GFPO's adaptive difficulty: [8, 8, 6, 4]). prefer:
+    which are kept; ends: half best, half worst, the odd one best; best_and_random: the best and
+    random others, keyed by ``seed``. actual: a reward (weight 0 is fine), such as of a unit test,
+    for which ``by`` is a proxy: then PF-PPO chooses among ``strategies`` the one whose rows have
+    had the highest R^2 so far between the two; ``prefer`` holds until R^2 is known. statistics:
+    base sees the rows kept, or all. outside: rows dropped are not trained on, or have advantage 0
+    (the GFPO paper).
 
-    drop_groups: groups that leave training: flat (std of the rewards at most ``flat_std``), right
-    (no reward below ``right``: NGRPO keeps all-wrong groups) and wrong (all below it).
+    drop_groups: groups that are not trained on: flat (std of the rewards at most ``flat_std``),
+    right (no reward below ``right``: NGRPO keeps all-wrong groups) and wrong (all below it).
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Filtered:
         self.sums: dict[str, list[float]] = {}
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
-        """Return the advantages of base, [B, 1] or [B, K], NaN or 0 for rows left out; count the
+        """Return the advantages of base, [B, 1] or [B, K], NaN or 0 for rows dropped; count the
         iteration."""
         rewards = named(rewards)
         double, groups = measured(rewards.per_row(), rollout)
@@ -133,7 +133,7 @@ class Filtered:
         return (count * xy - x * y) ** 2 / across if across > TINY else -1.0
 
     def _dropped(self, total: Tensor, groups: Groups) -> Tensor:
-        """Tell which groups [P] leave training."""
+        """Tell which groups [P] are dropped."""
         low, high = groups.extremes(total)
         kinds = {
             "flat": (low >= high) | (groups.variance(total, 0).sqrt() <= self.flat_std),
@@ -153,7 +153,7 @@ class Filtered:
         groups: Groups,
         rollout: Rollout,
     ) -> Tensor:
-        """Tell which rows [B] stay by their value [B]; those without a value do not."""
+        """Tell which rows [B] are kept by their value [B]; those without a value are not."""
         within = groups.present & ~value.isnan()
         if self.at_least is not None:
             within = within & (value >= self.at_least)
@@ -175,7 +175,7 @@ class Filtered:
         return rows_of[best if self.r_squared(best) >= 0 else self.prefer]
 
     def _measure(self, strategy: str, value: Tensor, truth: Tensor, rows: Tensor) -> None:
-        """Add the rows that a strategy would keep to what is known of it, over all processes."""
+        """Add the rows that a strategy would keep to its sums, over all processes."""
         known = rows & truth.isfinite() & value.isfinite()
         x, y = (torch.where(known, column, 0.0) for column in (value, truth))
         sums = torch.stack([known.to(x), x, y, x * x, y * y, x * y]).sum(1)
@@ -198,7 +198,7 @@ class Filtered:
         return rank >= size - count
 
     def _counts(self, total: Tensor, groups: Groups, rollout: Rollout) -> Tensor:
-        """Return how many rows [P] stay in each group; remember the groups' mean rewards."""
+        """Return how many rows [P] are kept in each group; remember the groups' mean rewards."""
         if not isinstance(self.keep, Sequence):
             return torch.full_like(groups.size(), self.keep or 0)
         mean = groups.mean(total)

@@ -1,4 +1,4 @@
-"""Compares answers with a look at their probability, and at the tokens that others wrote too."""
+"""Advantages that use an answer's probability, or the tokens it shares with other answers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def unlikeliness(
     reward: str | None = None,
     right: float = 0.5,
 ) -> Tensor:
-    """Pay right answers more the less likely the policy finds them, then compare (unlikeliness).
+    """Reward right answers more the less likely they are, then compare (unlikeliness).
 
     He et al. 2025, "Rewarding the unlikely". r (1 - strength (n - rank) / n) for a right answer,
     rank 0 being the most likely of the n of the group by the sum of its log-probs; wrong ones stay
-    as they are; answers of equal probability share the mean of their ranks. reward: the one that is
-    changed, before it is weighted; null: the weighted sum. right: an answer is right from this
+    as they are; answers of equal probability get the mean of their ranks. reward: the one to
+    modify, before it is weighted; null: the weighted sum. right: an answer is right from this
     reward on. base: the advantage of these rewards.
     """
     double, groups = measured(rewards, rollout)
@@ -48,8 +48,8 @@ def unlikeliness(
 
 
 def _mean_ranks(score: Tensor, groups: Groups, row: Tensor) -> Tensor:
-    """Return the place [B] of each present row in its group, 0 for the lowest score, float64; the
-    mean of their places for equal scores."""
+    """Return the rank [B] of each present row in its group, 0 for the lowest score, float64; equal
+    scores get their mean rank."""
     rank = ranks(score, groups, row.to(score.device)).double()
     keys = torch.stack([groups.index.to(score), score], 1)
     kinds, index = keys.unique(dim=0, return_inverse=True)
@@ -67,15 +67,15 @@ def gtpo(
     penalty: Annotated[float, Ge(0)] = 0.1,
     share_conflicts: bool = True,
 ) -> Tensor:
-    """Spare tokens that good and bad answers share, and drop answers of high entropy (GTPO).
+    """Protect tokens shared by good and bad answers, and drop answers of high entropy (GTPO).
 
-    Simoni et al. 2025, "GTPO: Trajectory-based policy optimization". A conflict token stands at the
-    same place in answers with A > 0 and with A < 0 of the group, counted from the first token or
-    from the last, in a run that begins there; bad answers are not trained on it, good ones
-    ``amplify`` times (the square where both runs meet). Then A - penalty H, and 0 for answers with
-    H > at_most (null: none), H the mean entropy of the distributions its tokens were drawn from,
-    nats, which the policy records. share_conflicts: a row is divided by its number of conflict
-    tokens, as in the published code. Returns [B, K]; for models that write tokens.
+    Simoni et al. 2025, "GTPO: Trajectory-based policy optimization". A conflict token occurs at the
+    same position, counted from the first or the last token, in answers of the group with A > 0 and
+    with A < 0, within an unbroken run from that end. Its weight is 0 in bad answers and ``amplify``
+    in good ones (squared where both runs overlap). Then A - penalty H, and 0 for answers with H >
+    at_most (null: none), H the mean entropy of an answer's token distributions, nats, which the
+    policy records. share_conflicts: a row is divided by its number of conflict tokens, as in the
+    published code. Returns [B, K]; for models of tokens.
     """
     tokens = rollout.sample
     if tokens.shape != rollout.mask.shape or tokens.is_floating_point():
@@ -111,7 +111,7 @@ vars(gtpo)["records"] = lambda options: ("record_entropy",)
 
 
 class ConflictTokens:
-    """Finds tokens that good and bad answers of a group have at one place."""
+    """Finds tokens that good and bad answers of a group have at the same position."""
 
     def __init__(self, group: Tensor, tokens: Tensor, mask: Tensor, good: Tensor, bad: Tensor):
         self.group = group.unique(return_inverse=True)[1]
@@ -121,7 +121,7 @@ class ConflictTokens:
         self.bad = bad
 
     def at(self, place: Tensor) -> Tensor:
-        """Mark [B, K] the tokens that are in conflict, each standing at its ``place`` [B, K]."""
+        """Mark [B, K] the conflict tokens, given their positions ``place`` [B, K]."""
         width = self.tokens.shape[1] + 1
         kinds = self.tokens.max() + 1
         key = (self.group[:, None] * width + place.clamp(min=0)) * kinds + self.tokens
@@ -135,21 +135,21 @@ class ConflictTokens:
 
 
 def _run(conflict: Tensor, mask: Tensor) -> Tensor:
-    """Keep [B, K] of the conflict tokens those of the run that begins at the first token."""
+    """Keep [B, K] the conflict tokens of the run that begins at the first token."""
     return (conflict | ~mask).long().cumprod(1).bool() & conflict
 
 
 @ADVANTAGES.register("gcpo")
 class GCPO:
-    """Reward a behaviour where it helps the group, punish it where it harms (GCPO, GeometryZero).
+    """Reward a behaviour where it helps the group, punish it where it hurts (GCPO, GeometryZero).
 
-    Wang et al. 2025, "GeometryZero". behaviour: the reward that is 1 (from 0.5 on) for answers that
-    show it, such as the use of a tool; it counts m times, m = 1 where answers of the group with it
+    Wang et al. 2025, "GeometryZero". behaviour: the reward that is at least 0.5 for answers that
+    show it, such as the use of a tool; it is multiplied by m, 1 where the group's answers with it
     have the higher mean outcome, by more than ``margin``, -1 where the lower, 0 where neither or
-    where all answers show it, or none. outcome: the reward that is compared; null: the weighted sum
-    of all others. base: the advantage of the sum. The data ``forms`` with ``together`` asks for
-    answers with it and without, so that a group holds both (the paper). Its reward of length is a
-    reward of its own.
+    where all answers show it, or none. outcome: the reward to compare; null: the weighted sum of
+    all others. base: the advantage of the sum. The data ``forms`` with ``together`` asks for
+    answers with the behaviour and without, so that a group holds both (the paper). The paper's
+    length reward is a separate reward.
     """
 
     def __init__(

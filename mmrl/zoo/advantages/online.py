@@ -23,11 +23,10 @@ Inner = Annotated[Advantage, ADVANTAGES]
 class Running:
     """Scale each reward by its running mean and standard deviation, then apply another advantage.
 
-    Brings rewards of different scales together before they are weighted and added, without
-    comparing single groups. ``decay`` of the running mean and mean square (0: of this iteration
-    alone), corrected for their start at zero, over all processes; ``limit``: normalised rewards are
-    cut off there. An iteration in which a reward failed for all samples leaves its moments as they
-    are.
+    Brings rewards to a common scale before they are weighted and added, without comparing within
+    groups. ``decay``: of the running mean and mean square (0: this iteration's only), corrected for
+    their start at zero, over all processes; ``limit``: normalised rewards are clipped there. An
+    iteration in which a reward failed for all samples leaves its moments as they are.
     """
 
     def __init__(
@@ -73,14 +72,14 @@ class Running:
 
 @ADVANTAGES.register("maxmin")
 class MaxMin:
-    """Train on the reward with the lowest mean now: max-min over rewards.
+    """Train on the reward with the lowest current mean: max-min over rewards.
 
-    MaxMin-RLHF (Chakraborty et al. 2024, arXiv:2402.08925, algorithm 1): in every iteration the
-    reward with the lowest mean over all samples alone is optimised. With ``rate``, weights follow
-    instead of jumping (multiplicative weights, w_i proportional to w_i exp(-rate mean_i)), a
-    dynamic weighting of rewards. The rewards must be on one scale, such as 0..1; their configured
-    weights multiply the means. ``base``: the advantage of the weighted sum. An iteration in which a
-    reward failed for all samples trains nothing and leaves the weights as they are.
+    MaxMin-RLHF (Chakraborty et al. 2024, arXiv:2402.08925, algorithm 1): every iteration optimises
+    only the reward with the lowest mean over all samples. With ``rate``, weights change smoothly
+    instead (multiplicative weights, w_i proportional to w_i exp(-rate mean_i)), a dynamic weighting
+    of rewards. The rewards must be on one scale, such as 0..1; their configured weights multiply
+    the means. ``base``: the advantage of the weighted sum. An iteration in which a reward failed
+    for all samples trains nothing and leaves the weights as they are.
     """
 
     def __init__(self, base: Inner = group, rate: Annotated[float, Gt(0)] | None = None):

@@ -17,12 +17,12 @@ from samplers.noise import Rng
 
 @ADVANTAGES.register("brpo")
 class BRPO:
-    """Compare every answer with one of its group, drawn by lot in each iteration (BRPO).
+    """Compare every answer with a random one of its group, drawn in each iteration (BRPO).
 
-    Jia et al. 2025, "Writing-Zero". 1 for an answer with a higher reward than the pivot's, by more
-    than ``margin``, -1 with a lower one, 0 for equal ones and the pivot: no mean, no std. compare:
-    "difference" takes the difference of the rewards instead (our addition). seed: of the lots,
-    which rows draw by their names. This is for rewards of single answers. The paper asks a judge
+    Jia et al. 2025, "Writing-Zero". 1 for an answer whose reward exceeds the pivot's by more than
+    ``margin``, -1 for a lower one, 0 for equal ones and the pivot: no mean, no std. compare:
+    "difference" takes the difference of the rewards instead (mmrl's addition). seed: of the draws,
+    which are keyed by row names. This is for rewards of single answers. The paper asks a judge
     about each answer and the pivot: the reward ``judge_pairwise`` with method: pivot, and the
     advantage ``reinforce``.
     """

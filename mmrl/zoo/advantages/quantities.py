@@ -1,4 +1,4 @@
-"""Measures rows by what a rollout records of them: length, probability, reward per decision."""
+"""Measures rows by what a rollout records: length, probability, reward per decision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.core.types import Rewards, Rollout, TokenOrder
 
 
 def path_mask(rollout: Rollout) -> Tensor:
-    """Return the decisions [B, K] on the way to each row, bool, shared ones included."""
+    """Return the decisions [B, K] that lead to each row, bool, shared ones included."""
     return rollout.path_mask()
 
 
@@ -26,8 +26,8 @@ def sequence_logprob(rollout: Rollout) -> Tensor:
 
 
 def surprisal(rollout: Rollout) -> Tensor:
-    """Return the mean of -log p [B] over a row's decisions, nats, which is their entropy on
-    average; 0 for a row without decisions."""
+    """Return the mean of -log p [B] over a row's decisions, nats, an unbiased estimate of their
+    entropy; 0 for a row without decisions."""
     return -sequence_logprob(rollout) / length(rollout).clamp(min=1)
 
 

@@ -1,4 +1,4 @@
-"""Learns from the lower tail of what bundles of prompts earn (RiskPO)."""
+"""Learns from the lower tail of the scores of bundles of prompts (RiskPO)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout
 
-TINY = 1e-6  # added to what is divided by
+TINY = 1e-6  # added to denominators
 
 
 @ADVANTAGES.register("riskpo")
 class RiskPO:
-    """Maximise the value at risk of bundles of prompts, the lower tail weighing more (RiskPO).
+    """Maximise the value at risk of bundles of prompts, weighing the lower tail more (RiskPO).
 
     Ren et al. 2025, "RiskPO: Risk-based policy optimization". The k-th answers of ``bundle``
     prompts are one trial with the score x, the sum of their rewards; all get its advantage ((min(x,
@@ -28,9 +28,9 @@ class RiskPO:
     quantiles ``low`` and ``high`` of x: of the bundle's trials (batch), tracked over iterations by
     steps of ``rate`` times (quantile - share of trials below) (track), or the mean of both (mix).
 
-    Prompts are bundled in the order of their rows over all processes; answers beyond the shortest
-    group of a bundle have advantage 0. centred: less the mean of the bundle, which changes no
-    expectation; the published advantage is never above 0.
+    Prompts are bundled in the order of their rows over all processes; answers beyond the size of
+    the smallest group of a bundle have advantage 0. centred: subtract the mean of the bundle, which
+    leaves the expected gradient unchanged; the published advantage is never above 0.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RiskPO:
         return value
 
     def _track(self, x: Tensor) -> None:
-        """Move the quantiles towards those of the scores, or begin with these."""
+        """Move the quantiles towards those of the scores; start from these."""
         levels = x.new_tensor([self.low, self.high])
         if not self.tracked:
             self.tracked = x.quantile(levels).tolist()

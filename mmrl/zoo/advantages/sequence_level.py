@@ -1,8 +1,7 @@
-"""Defines the advantages of text methods: over the batch, weighted by length, scaled, or of the
-best alone.
+"""Advantages of text methods: over the batch, weighted by length, scaled, or of the best only.
 
-Shapes and missing samples are as in ``mmrl.advantages.group``. A *length* is the number of
-decisions of a row, ``rollout.mask``.
+Shapes and missing samples are as in ``mmrl.advantages.group``. The *length* of a row is the number
+of its decisions, ``rollout.mask``.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ TINY = 1e-8  # verl's, under the root of a whitening
 @ADVANTAGES.register("reinforce")
 @by_step
 def reinforce(rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
-    """Take the reward itself, without a baseline (REINFORCE, Williams 1992).
+    """Use the reward itself, without a baseline (REINFORCE, Williams 1992).
 
-    It suits rewards that are weights of the score function already, such as ``noisy: {how:
-    forward}``; with other rewards the gradient has a far greater variance than with a baseline.
+    It suits rewards that already are weights of the score function, such as ``noisy: {how:
+    forward}``; with other rewards the gradient has a far larger variance than with a baseline.
     """
     double, groups = measured(rewards, rollout)
     return finished(double.total(), rewards, groups.present)
@@ -50,9 +49,9 @@ def reinforce_pp(
 ) -> Tensor:
     """Whiten rewards over the whole batch, ``baseline``: less the group's mean first (REINFORCE++).
 
-    weigh: what counts the same in mean and std: tokens (verl: the mean is taken off, sample
-    variance + 1e-8 under the root, and long answers weigh more) or rows (ms-swift: the std of the
-    rows + 1e-4, and with the baseline no second mean).
+    weigh: the unit of mean and std: tokens (verl: the mean is subtracted, sample variance + 1e-8
+    under the root, and long answers weigh more) or rows (ms-swift: the std of the rows + 1e-4, and
+    with the baseline no second mean).
     """
     double, groups = measured(rewards, rollout)
     value = groups.centred(double.total()) if baseline else double.total()
@@ -80,8 +79,8 @@ def _by_tokens(value: Tensor, length: Tensor, groups: Groups) -> Tensor:
 
 
 def _unless_equal(whitened: Tensor, double: Rewards, groups: Groups, baseline: bool) -> Tensor:
-    """Set advantages to 0 where nothing differs: in a flat group with the baseline, in a batch of
-    equal rewards without."""
+    """Set advantages to 0 where all rewards are equal: in a group with the baseline, in the batch
+    without."""
     total = double.total()
     if baseline:
         return whitened.masked_fill(groups.flat(total)[groups.index], 0.0)
@@ -119,10 +118,10 @@ def gpg(
     count: Literal["groups", "rewards"] = "groups",
     zero_variance_groups: ZeroVariance = "keep",
 ) -> Tensor:
-    """Scale reward - group's mean by samples / samples that teach (GPG, Chu et al. 2025).
+    """Scale reward - group's mean by samples / informative samples (GPG, Chu et al. 2025).
 
-    count: samples that teach are those of groups whose rewards differ (the paper), or those with a
-    reward other than 0 (verl's code).
+    count: informative are the samples of groups whose rewards differ (the paper), or those with a
+    nonzero reward (verl's code).
     """
     if scale <= 0:
         raise UserError(f"gpg: scale must be greater than 0, it is {scale}")
@@ -146,9 +145,9 @@ def pass_at_k(
     eps: float = 1e-6,
     zero_variance_groups: ZeroVariance = "keep",
 ) -> Tensor:
-    """Train the best answer alone: its lead over the second / (sample std + eps) (verl's pass@k).
+    """Train only the best answer: its margin over the second / (sample std + eps) (verl's pass@k).
 
-    The best is the first by name where two are equal, and then its advantage is 0.
+    Of two equal best answers the first by name counts, with advantage 0.
     """
     double, groups = measured(rewards, rollout)
     total = double.total()

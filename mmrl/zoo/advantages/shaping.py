@@ -1,8 +1,7 @@
 """Shapes another advantage: transformed rewards, a virtual answer, weights of tokens or prompts.
 
-``base`` is the advantage underneath, with its own options. What papers state in words only is
-marked
-as our reading.
+``base`` is the advantage that is shaped, with its own options. "Our reading": the paper has words
+but no formula.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def ngrpo(
     virtual: Annotated[int, Ge(1)] = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compare with the group and ``virtual`` answers of the best reward there is (NGRPO).
+    """Compare with the group and ``virtual`` answers of the highest possible reward (NGRPO).
 
     Nan et al. 2025, "NGRPO: Negative-enhanced GRPO". All-wrong groups get negative advantages;
     all-right ones get 0. Its clip is asymmetric: narrower for negative advantages.
@@ -62,13 +61,12 @@ def soft(
     above: Annotated[float, Ge(0)] = 0.01,
     below: Annotated[float, Gt(0)] = 1.0,
 ) -> Tensor:
-    """Draw rewards above a threshold together, those below apart, then compare (TempSamp-R1).
+    """Compress rewards above a threshold, stretch those below, then compare (TempSamp-R1).
 
     Li et al. 2025. A reward r becomes t + above log(r - t + 1) for r >= t, the threshold, and t -
-    (exp(below (t - r)) - 1) / (exp(below) - 1) for r < t. Rewards more than 1 below the threshold,
-    which no IoU is, go on along the tangent, so that none is too far to be compared. reward: the
-    one that is transformed (the paper's is the IoU), before it is weighted and added to the others;
-    null: their weighted sum.
+    (exp(below (t - r)) - 1) / (exp(below) - 1) for r < t. Below t - 1, which no IoU reaches, the
+    transform continues linearly, so that nothing explodes. reward: the one to transform (the IoU in
+    the paper), before it is weighted and added to the others; null: their weighted sum.
     """
     double, groups = measured(rewards, rollout)
     shaped = _softened(reward_called(double, reward, "soft"), threshold, above, below)
@@ -77,7 +75,7 @@ def soft(
 
 
 def _softened(reward: Tensor, threshold: float, above: float, below: float) -> Tensor:
-    """Return [B] by the two branches of ``soft``, with powers of e of at most 0 so that nothing
+    """Return [B] by the two branches of ``soft``, with no exponent above 0, so that nothing
     overflows."""
     over = (reward - threshold).clamp_min(0)
     under = (threshold - reward).clamp_min(0)
@@ -96,7 +94,7 @@ def temporal(
     base: Underneath = grpo,
     strength: Annotated[float, Ge(0)] = 1.0,
 ) -> Tensor:
-    """Let tokens count more at the beginning and at the end of an answer (AVATAR).
+    """Give more weight to tokens at the beginning and the end of an answer (AVATAR).
 
     Kulkarni et al. 2025. Our reading of "U-shaped": A (1 + strength (2 t / (n - 1) - 1)^2) for
     token t of n. Returns [B, K].
@@ -116,16 +114,16 @@ def focal(
     most: Annotated[float, Ge(1)] = 1.5,
     spread: Literal["distributions", "decisions"] = "decisions",
 ) -> Tensor:
-    """Let places at which a group's answers differ count more, 1 to ``most`` (TW-GRPO).
+    """Weigh positions at which a group's answers differ more, from 1 to ``most`` (TW-GRPO).
 
     Returns [B, K].
 
     Dang et al. 2025, "Reinforcing video reasoning with focused thinking". The weights are the
-    spread of the group at place t, scaled to [0, 1] over the places of the group's longest answer.
-    spread: "distributions" is the paper's spread, the mean of KL(p_i || mean of the p_j) over the
-    answers, of the whole vocabulary, uniform for an answer that has ended, which a policy that
-    writes tokens in one pass records; "decisions" is that of the log-probs of what was sampled,
-    for every policy (our reading; a place an answer has not reached counts as the group's mean).
+    spread of the group at position t, scaled to [0, 1] over the group's longest answer. spread:
+    "distributions" is the paper's, the mean of KL(p_i || mean of the p_j) over the answers and the
+    whole vocabulary, p uniform after the end of an answer; autoregressive policies record it.
+    "decisions" is the variance of the log-probs of the sampled decisions, for every policy (our
+    reading; a position that an answer does not reach counts as the group's mean).
     """
     advantage = base(rewards, rollout)
     if spread == "distributions":
@@ -159,7 +157,7 @@ def _divergence(rollout: Rollout) -> Tensor:
 
 
 def _focus(spread: Tensor, rollout: Rollout, most: float) -> Tensor:
-    """Scale the spread [B, K] of each group to weights of 1 to ``most`` over its places."""
+    """Scale the spread [B, K] of each group to weights of 1 to ``most`` over its positions."""
     names, index = rollout.group.unique(return_inverse=True)
     reached = torch.zeros(len(names), spread.shape[1], device=index.device)
     reached = reached.index_add(0, index, rollout.mask.to(reached))[index] > 0
@@ -179,13 +177,12 @@ def pairs(
     power: Annotated[float, Ge(0)] = 1.0,
     tasks: Sequence[str] = (),
 ) -> Tensor:
-    """Multiply by how alike the two tasks of a prompt's pair are, to some power (Pair-GRPO,
-    PairUni).
+    """Multiply by a power of the similarity of a prompt's pair of tasks (Pair-GRPO, PairUni).
 
-    Zheng et al. 2025, whose power is 1/2. After normalisation, so that the weight is not divided
-    out again. Prompts without ``key`` count 1. tasks: each of these is compared apart, so that no
-    statistic of ``base``, not even one of the whole batch, mixes what one task is paid with what
-    another is; the tasks of all prompts must be among them.
+    Zheng et al. 2025, whose power is 1/2. It is applied after normalisation, which would otherwise
+    cancel it. Prompts without ``key`` have weight 1. tasks: these are compared separately, so that
+    no statistic of ``base``, not even one of the whole batch, mixes their rewards; every prompt's
+    task must be listed.
     """
     try:
         similarity = [float(prompt.get(key, 1.0)) for prompt in rollout.prompts]
@@ -205,7 +202,7 @@ def pairs(
 def apart(
     of: Advantage, rewards: Rewards | Tensor, rollout: Rollout, tasks: Sequence[str]
 ) -> Tensor:
-    """Compute the advantage ``of`` for every task's rows alone; rows of another task count as
+    """Compute the advantage ``of`` for every task separately; rows of other tasks count as
     missing."""
     task = [prompt.get("task") for prompt in rollout.prompt_per_row()]
     if strange := {task_name for task_name in task if task_name not in tasks}:

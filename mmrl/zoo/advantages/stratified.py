@@ -1,4 +1,4 @@
-"""Compares and weighs the prompts of every task of a mixture by themselves."""
+"""Compares and weighs the prompts of each task of a mixture separately."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ def strata(
     shares: Mapping[str, float] | None = None,
     count: Literal["rows", "decisions"] = "rows",
 ) -> Tensor:
-    """Let every task of a mixture count by its share, however many prompts it has (CGPO).
+    """Weigh every task of a mixture by its share, however many prompts it has (CGPO).
 
-    Xu et al. 2024, "The perfect blend: redefining RLHF with mixture of judges": the gradient is sum
-    over tasks of share x the gradient of the task's own mean. So the advantages of a task are
-    multiplied by its share over the share it has of the iteration; a task that is missing has no
-    share. by: the prompts' field that names the task; prompts without one are a task of no name.
-    shares: of the tasks, alike by default and where one is left out; they need not add to 1. count:
-    what the mean of the loss counts, "rows" with train.loss_agg_mode seq_mean_token_mean,
-    "decisions" with token_mean. tasks: another advantage for some tasks; base: for the others. Each
-    sees the rows of its tasks alone. Constraints and judges of a task are rewards (by_task,
-    constrain).
+    Xu et al. 2024, "The perfect blend: redefining RLHF with mixture of judges": the gradient is the
+    sum over tasks of share x the gradient of the task's mean. So the advantages of a task are
+    multiplied by its share over its part of the iteration; a task without samples has no share. by:
+    the prompts' field with the task; prompts without one form a task too. shares: of the tasks, 1
+    where not given; they need not add to 1. count: the unit of the loss's mean, "rows" with
+    train.loss_agg_mode seq_mean_token_mean, "decisions" with token_mean. tasks: the advantage of
+    some tasks; base: of the others. Each sees the rows of its tasks only. Constraints and judges of
+    a task are rewards (by_task, constrain).
     """
     for task, share in (shares or {}).items():
         if share < 0:
@@ -64,7 +63,7 @@ def _compared(
     base: Underneath,
     tasks: dict[str, Underneath],
 ) -> Tensor:
-    """Return the advantages, those of a task by its own function if it has one."""
+    """Return the advantages, each task's by its own function if it has one."""
     parts: list[tuple[Underneath, list[bool]]] = [(base, [task not in tasks for task in task_of])]
     parts += [(advantage, [task == name for task in task_of]) for name, advantage in tasks.items()]
     columns = []
@@ -85,8 +84,8 @@ def _only(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _factors(task_of: list[str], sizes: Tensor, shares: Mapping[str, float]) -> Tensor:
-    """Return what every row is multiplied by, [B] float64: the share of its task over the part of
-    the iteration that it is, over all processes."""
+    """Return the factor of every row, [B] float64: the share of its task over the task's part of
+    the iteration, over all processes."""
     pairs = zip(task_of, sizes.tolist(), strict=True)
     held: dict[str, float] = {}
     for task, size in pairs:

@@ -1,5 +1,5 @@
-"""Averages advantages over decisions that several samples share: a plan with several images, images
-that begin alike; compares the samples of a tree with its own and with those of other trees."""
+"""Averages advantages over decisions that samples share, such as a plan of several images or a
+common prefix; compares samples within a tree and across trees."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mmrl.zoo.advantages.shaping import Underneath
 def tree_mean(
     rewards: Rewards | Tensor, rollout: Rollout, *, base: Underneath = grpo, siblings: bool = False
 ) -> Tensor:
-    """Give an edge of a tree the mean advantage of the samples below it, as if they stood alone.
+    """Give an edge of a tree the mean advantage of the samples below it.
 
-    base: the advantage of samples. siblings: an edge is judged by those that begin where it begins,
-    less the mean of the edge before: a plan by its images' mean, an image beside the other images
-    of its plan. [B, K]; [B, 1] without a tree.
+    base: the advantage of samples, compared as if independent. siblings: an edge is compared with
+    its siblings: the mean of its parent edge is subtracted, so a plan counts by its images' mean,
+    an image relative to the other images of its plan. [B, K]; [B, 1] without a tree.
     """
     of_samples = base(rewards, rollout)
     if rollout.edge_id is None:
@@ -55,12 +55,12 @@ def tree_grpo(
     intra: float = 1.0,
     inter: float = 1.0,
 ) -> Tensor:
-    """Compare a sample with those of its tree and with those of all trees of a prompt (Tree-GRPO).
+    """Compare a sample within its tree and with all trees of the prompt (Tree-GRPO).
 
     Ji et al. 2025, "Tree search for LLM agent reinforcement learning". intra (r - mean of the tree)
-    / (its std + eps) + inter (r - mean of the prompt) / (its std + eps), of finished samples; an
-    edge that several share is trained on the mean of theirs. Samples that share their first edge
-    are a tree. ddof: of both standard deviations.
+    / (its std + eps) + inter (r - mean of the prompt) / (its std + eps), of finished samples; a
+    shared edge has the mean of its samples. Samples that share their first edge are a tree. ddof:
+    of both standard deviations.
     """
     double, groups = measured(rewards, rollout)
     if rollout.edge_id is None:

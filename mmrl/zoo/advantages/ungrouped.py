@@ -1,4 +1,4 @@
-"""Compares a sample with all samples of its prompt, also with those that are not trained on."""
+"""Compares a sample with all samples of its prompt, including those that are not trained on."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def all_samples(
 ) -> Tensor:
     """Compare with all samples of the prompt, trained on or not: Reinforce-Ada's global statistics.
 
-    Xiong et al. 2025: (reward - mean) / (std + eps), mean and std (population) of all samples that
-    the rounds of ``adaptive_sampling`` drew for the prompt, since the group that was chosen of
-    them is balanced on purpose; of the group where there were no rounds. Of the weighted sum of the
-    rewards; what shapes them, as a KL does, is known of the samples that are trained on, whose mean
-    change is added to the mean of all (our reading). std: of the prompt, or none (the reward less
-    the mean). eps: added to the std.
+    Xiong et al. 2025: (reward - mean) / (std + eps), with the mean and std (population) of all
+    samples that the rounds of ``adaptive_sampling`` drew for the prompt, since the group chosen
+    from them is balanced on purpose; without rounds, of the group. The reward is the weighted sum;
+    shaping, such as by a KL, is known for the chosen samples only, and its mean effect is added to
+    the mean of all (our reading). std: of the prompt, or none (the reward less the mean). eps:
+    added to the std.
     """
     if eps < 0:
         raise UserError(f"advantage: eps must not be negative, it is {eps}")
@@ -42,7 +42,7 @@ def all_samples(
         spread = rollout.all_samples.std.to(total)
     advantage = total - mean
     if std == "prompt":
-        # equal rewards teach nothing, however their mean was rounded
+        # equal rewards have advantage 0, however their mean was rounded
         level = spread <= 1e-12
         advantage = torch.where(level, torch.zeros_like(total), advantage / (spread + eps))
     return finished(advantage, rewards, groups.present)

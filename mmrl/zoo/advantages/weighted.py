@@ -1,7 +1,7 @@
-"""Weighs the lead over a group by what its rewards say of the prompt: certainty, noise, difficulty.
+"""Weighs group advantages by the prompt's certainty, noise or difficulty.
 
-Rewards that are 0 or 1, or a threshold ``right`` from which an answer counts as right, tell how
-many answers of a group are right: the share q.
+These are estimated from q, the share of right answers in the group: rewards are 0 or 1, or an
+answer is right from the reward ``right`` on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mmrl.zoo.advantages.quantities import length as length_of
 from mmrl.zoo.advantages.quantities import quantity
 from mmrl.zoo.advantages.shaping import Underneath
 
-TINY = 1e-8  # added to what is divided by
+TINY = 1e-8  # added to denominators
 
 
 @ADVANTAGES.register("bnpo")
@@ -47,10 +47,10 @@ def bnpo(
 
     Xiao et al. 2025, "BNPO: Beta normalization policy optimization". (r - p) / f(p; alpha, beta),
     p the mean of the group, alpha = max(1, 1 + a / 3), beta = max(1, 1 + b / 3), and a, b the
-    Beta distribution with mean and sample variance of p over the groups. Each reward apart, then
-    their weighted sum (the paper's decomposition: equal weights that add to 1). low, high: the
-    bounds of a reward, brought to 0 and 1 first. limit: largest 1 / f. Where p does not vary, or
-    there is one group, alpha = beta = 1.
+    Beta distribution with the mean and sample variance of p over the groups. Each reward is
+    normalised separately, then they are summed with their weights (the paper's decomposition: equal
+    weights that add to 1). low, high: the bounds of a reward, mapped to 0 and 1 first. limit:
+    largest 1 / f. Where p does not vary, or there is one group, alpha = beta = 1.
     """
     double, groups = measured(rewards, rollout)
     total = torch.zeros_like(double.total())
@@ -85,13 +85,13 @@ def mapo(
     right: float | None = None,
     eps: Annotated[float, Gt(0)] = 1e-6,
 ) -> Tensor:
-    """Mix the z-score with the lead as a share of the mean, for groups that are certain (MAPO).
+    """Mix the z-score with the percent deviation from the mean, for certain groups (MAPO).
 
     "MAPO: Mixed advantage policy optimization" (2025). (1 - lambda) A + lambda (r - mean) / mean,
-    lambda = 1 - 4 q (1 - q): of groups with nearly all answers right or wrong the deviation in
-    percent counts. A: of ``base``. right: rewards from there on are right answers; null: q is the
-    group's mean reward, within [0, 1]. eps: added to the mean; for a negative mean, which the
-    paper has not, its absolute value is taken (our reading).
+    lambda = 1 - 4 q (1 - q): the percent deviation dominates in groups with nearly all answers
+    right or wrong. A: of ``base``. right: an answer is right from this reward on; null: q is the
+    group's mean reward, within [0, 1]. eps: added to the mean; of a negative mean, which the paper
+    does not treat, the absolute value is taken (our reading).
     """
     double, groups = measured(rewards, rollout)
     total = double.total()
@@ -115,14 +115,14 @@ def noise_aware(
     noise: Annotated[float, Ge(0), Lt(0.5)] = 0.1,
     right: float = 0.5,
 ) -> Tensor:
-    """Weigh groups by how far right and wrong can be told apart under noise (stable S-GRPO).
+    """Weigh groups by how well right and wrong are distinguished under noise (stable S-GRPO).
 
-    Shen et al. 2025, "Mitigating think-answer mismatch". Of 0/1 rewards that are flipped with
+    Shen et al. 2025, "Mitigating think-answer mismatch". For 0/1 rewards that are flipped with
     probability ``noise``; w = (1 - 2 noise) sqrt(t (1 - t) / (q (1 - q))), where t = (q - noise) /
-    (1 - 2 noise) within [0, 1] is the share of answers that are really right: the multiple of the
-    observed z-score that comes nearest to the true one. A group with nearly all answers alike may
-    be noise and counts 0. base: its std must be that of the group. right: an answer is right from
-    this reward on.
+    (1 - 2 noise) within [0, 1] is the true share of right answers: w times the observed z-score is
+    closest to the true one. A group whose answers nearly all agree may differ by noise alone and
+    has weight 0. base: its std must be that of the group. right: an answer is right from this
+    reward on.
     """
     double, groups = measured(rewards, rollout)
     q = groups.mean((double.total() >= right).double())
@@ -147,11 +147,11 @@ def grpo_lead(
     center: float = 0.75,
     slope: float = 10.0,
 ) -> Tensor:
-    """Let right answers to hard prompts and wrong ones to easy prompts count more (GRPO-LEAD).
+    """Give more weight to right answers to hard prompts and wrong ones to easy ones (GRPO-LEAD).
 
     Zhang and Zuo 2025, "GRPO-LEAD". A w(q) for A > 0, A w(1 - q) else, with w(x) = low + (high -
     low) / (1 + exp(slope (x - center))). base: of A. right: an answer is right from this reward
-    on. length: alpha of the paper's reward that depends on length, in place of the rewards: exp(-
+    on. length: alpha of the paper's length-dependent reward, which replaces the rewards: exp(-
     length z) for right answers, z their number of decisions standardised among the right ones of
     the group (population std), -1 for wrong ones; null: the rewards as they are.
     """
@@ -183,14 +183,14 @@ def drpo(
     right: float = 0.5,
     temperature: Annotated[float, Gt(0)] = 1.0,
 ) -> Tensor:
-    """Compare right answers by further rewards among themselves alone (DRPO's decoupled reward).
+    """Compare right answers by other rewards among themselves only (DRPO's decoupled reward).
 
     Li et al. 2025, "DRPO: Efficient reasoning via decoupled reward policy optimization". The
     advantage of right (1) or wrong (0) by ``base``, times n exp(s / temperature) / sum over the n
     right answers of the group for a right one; s is the weighted sum of the other rewards, such as
-    one of length. So a right answer is never pushed away for being long. reward: the one that
-    tells right from wrong, from ``right`` on; null: the weighted sum, and s is 0. The paper puts
-    these weights into the loss of DisCO; under an advantage they are our reading.
+    one of length. So a right answer is never made less likely for being long. reward: an answer is
+    right if this one is at least ``right``; null: the weighted sum, and s is 0. The paper puts
+    these weights into the loss of DisCO; as weights of an advantage they are our reading.
     """
     double, groups = measured(rewards, rollout)
     correct = reward_called(double, reward, "drpo") >= right
@@ -210,7 +210,7 @@ def drpo(
 @ADVANTAGES.register("asymre")
 @by_step
 def asymre(rewards: Rewards | Tensor, rollout: Rollout, *, shift: float = -0.1) -> Tensor:
-    """Take off the mean of the group plus a shift, so that good answers count more (AsymRE).
+    """Subtract the mean of the group plus a shift, so that good answers count more (AsymRE).
 
     Arnal et al. 2025, "Asymmetric REINFORCE for off-policy reinforcement learning": r - (mean +
     shift). shift, in units of reward: negative for rows of older policies; 0 is Dr. GRPO.
@@ -223,17 +223,17 @@ def asymre(rewards: Rewards | Tensor, rollout: Rollout, *, shift: float = -0.1) 
 
 @ADVANTAGES.register("copo")
 class COPO:
-    """Compare groups of one outcome with the other prompts, mixed groups inside (COPO).
+    """Compare consistent groups with other prompts, and mixed groups internally (COPO).
 
     Han et al. 2025, "COPO: Consistency-aware policy optimization". The loss is w loss(A) + (1 - w)
     loss(A'), each with its own clip of the ratio, A' = (mean of the group - mean of the groups) /
     (their std + eps), w = 1 / (1 + exp(-sharpness (H - center))), where H, nats, is the entropy of
-    the outcomes in the group. frequency: a reward, a watched one too, that is the share of the
-    group with the same answer, such as answer_frequency: outcomes are answers (the paper), those
-    without one are an outcome of their own. null, for images, which have no answer to compare: an
-    outcome is a reward, rounded to multiples of ``width`` (0: equal ones only; our reading). Losses
-    without a ratio, and advantages that have this as base, see w A + (1 - w) A'. center is half of
-    the most that two outcomes have (our reading). base: of A.
+    the outcomes in the group. frequency: a reward (of any weight, also 0) that is the share of the
+    group with the same answer, such as answer_frequency: outcomes are answers (the paper); samples
+    without an answer share one outcome. null, for images, which have no answer to compare: an
+    outcome is a reward, rounded to multiples of ``width`` (0: exact; our reading). Losses without a
+    ratio, and advantages that have this as base, see w A + (1 - w) A'. center is half the maximal
+    entropy of two outcomes (our reading). base: of A.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class COPO:
         total = double.total()
         means = groups.mean(total)
         mean, variance = moments(means, groups.size() > 0)
-        differ = variance > TINY**2 * (1 + mean**2)  # the means of equal numbers may round apart
+        differ = variance > TINY**2 * (1 + mean**2)  # up to rounding
         apart = torch.where(differ, (means - mean) / (variance.sqrt() + self.eps), 0.0)
         if self.frequency is not None:
             share = quantity(self.frequency, rewards, rollout).to(total)

@@ -1,4 +1,4 @@
-"""Makes a data source that changes prompts by how hard they are, so that their rewards differ."""
+"""A data source that modifies prompts by their difficulty, so that their rewards differ."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Difficulty(Counted):
     """Add noise to pictures of easy prompts, hints to hard ones: DeepVideo-R1's augmentation.
 
     Park et al. 2025, "DeepVideo-R1: Video Reinforcement Fine-Tuning via Difficulty-aware Regressive
-    GRPO". The mean reward of a prompt less that of the last ``window`` iterations says how easy it
-    is: g. If g > ``margin``, its pictures and frames get Gaussian noise of ``noise`` min(g /
-    ``scale``, 1), in units of the range of pixels; if g < -``margin``, the first ``share`` min(-g /
-    ``scale``, 1) of its reasoning, in whole steps, lines or words, at least one and never all,
-    stands behind its text. The numbers are ours. What cannot be changed so, a prompt without
-    pictures or without its reasoning, is asked as it is.
+    GRPO". How easy a prompt is: g, its mean reward less that of the last ``window`` iterations. If
+    g > ``margin``, its pictures and frames get Gaussian noise of std ``noise`` min(g / ``scale``,
+    1), in units of the pixel range; if g < -``margin``, the first ``share`` min(-g / ``scale``, 1)
+    of its reasoning is appended to its text, in whole steps, lines or words, at least one and never
+    all. The defaults are mmrl's. A prompt without pictures or reasoning to do this with is asked as
+    it is.
 
-    of: the data source. field: of the prompt, that holds its reasoning, a text or a list of steps.
-    between: stands between question and reasoning. decay: what is left of the weight of earlier
-    answers to a prompt at a visit.
+    of: the data source. field: the prompt's field with its reasoning, a text or a list of steps.
+    between: separates question and reasoning. decay: factor on the weight of earlier answers to a
+    prompt at every visit.
     """
 
     field: str = "reasoning"
@@ -75,7 +75,7 @@ class Difficulty(Counted):
         return self.changed(prompt, record.mean - fmean(self.history), iteration)
 
     def changed(self, prompt: Prompt, ease: float, iteration: int) -> Prompt:
-        """Return the prompt as it is asked if its reward is ``ease`` above the mean."""
+        """Return the prompt as asked when its reward is ``ease`` above the mean."""
         strength = min(abs(ease) / self.scale, 1.0)
         if ease > self.margin and self.noise:
             noise = {"std": self.noise * strength, "key": f"{prompt['entry']} {iteration}"}

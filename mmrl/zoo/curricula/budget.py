@@ -1,4 +1,4 @@
-"""Makes data sources that give some prompts more samples than others: exploration budgets."""
+"""Data sources that give some prompts more samples than others: exploration budgets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmrl.zoo.curricula.statistics import successes
 
 
 class Budget(Around):
-    """Shares out the samples of an iteration where they are worth most."""
+    """Allocates the samples of an iteration to the prompts where they are worth most."""
 
     name: ClassVar[str]  # in a configuration
     least: int  # samples of a prompt
@@ -37,7 +37,7 @@ class Budget(Around):
         super().__post_init__(of)
 
     def worth(self, prompt: Prompt) -> Callable[[int], float]:
-        """Return what n samples of a prompt are worth, concave in n."""
+        """Return the value of n samples of a prompt, concave in n."""
         raise NotImplementedError
 
     def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
@@ -49,20 +49,18 @@ class Budget(Around):
 @DATA.register("knapsack")
 @dataclass(eq=False)
 class Knapsack(Budget, Counted):
-    """Give every prompt as many samples as are worth most: Knapsack RL's exploration budgets.
+    """Allocate samples to prompts by their value: Knapsack RL's exploration budgets.
 
     Li et al. 2025, "Knapsack RL: Unlocking Exploration of LLMs via Optimizing Budget Allocation":
-    with p the prompt's success rate so far, n samples are worth the chance that their rewards
-    differ times what a step can gain, (1 - p^n - (1 - p)^n) p (1 - p)^2; the iteration's
-    prompts_per_iteration * group_size samples are shared out so that the sum is largest. The worth
-    grows ever more slowly with n, so giving each sample where it adds most is exact. p is
-    (successes + 1/2) / (answers + 1): prompts not seen yet, or so far all right or all wrong, keep
-    a share (our reading of the paper's fall-back).
+    with p the prompt's success rate so far, the value of n samples is the chance that their rewards
+    differ times the gain of a step, (1 - p^n - (1 - p)^n) p (1 - p)^2; the iteration's
+    prompts_per_iteration * group_size samples maximise the sum. The value is concave in n, so the
+    greedy allocation is exact. p is (successes + 1/2) / (answers + 1): prompts not seen yet, or so
+    far all right or all wrong, keep a share (our reading of the paper's fall-back).
 
     of: the data source. least, most: samples of a prompt. threshold: a reward above it is a
-    success; null: the reward itself, in [0, 1], is how much of a success it is. decay: what is left
-    of the weight of earlier answers at every new visit. multiple: counts are multiples of it, as
-    trees need.
+    success; null: the reward, in [0, 1], is the degree of success. decay: factor on the weight of
+    earlier answers at every visit. multiple: counts are multiples of it, as trees need.
     """
 
     name = "knapsack"
@@ -86,12 +84,12 @@ class Knapsack(Budget, Counted):
 class AdaptiveGroupSize(Budget):
     """Give prompts larger groups where their last ones were flat: GRPO with an adaptive G.
 
-    A prompt whose last k groups had equal rewards wants growth^k times the samples of one whose
-    last group differed; the iteration's prompts_per_iteration * group_size samples are shared out
-    in that ratio, from ``least`` to ``most`` (our reading: the iteration costs the same).
+    A prompt whose last k groups had equal rewards gets growth^k times the samples of one whose last
+    group differed; the iteration's prompts_per_iteration * group_size samples are allocated in that
+    ratio, from ``least`` to ``most`` (our reading: the iteration costs the same).
 
-    of: the data source. growth: of the group with every flat visit in a row. least, most: samples
-    of a prompt. multiple: counts are multiples of it, as trees need.
+    of: the data source. growth: factor on the group size per consecutive flat visit. least, most:
+    samples of a prompt. multiple: counts are multiples of it, as trees need.
     """
 
     name = "adaptive_group_size"
@@ -104,7 +102,7 @@ class AdaptiveGroupSize(Budget):
 
     def begin(self, inner: Sequence[Prompt]) -> None:
         super().begin(inner)
-        self.flat: dict[int, int] = {}  # visits in a row with equal rewards, by entry
+        self.flat: dict[int, int] = {}  # consecutive visits with equal rewards, by entry
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         super().learn(outcomes)
@@ -120,17 +118,17 @@ class AdaptiveGroupSize(Budget):
 
 
 def harmonic(weight: float, n: int) -> float:
-    """Return a worth by which ``allotted`` shares out in the ratio of the weights."""
+    """Return a value function by which ``allotted`` allocates in the ratio of the weights."""
     return weight * sum(1 / k for k in range(1, n + 1))
 
 
 def allotted(
     worths: Sequence[Callable[[int], float]], total: int, least: int, most: int, multiple: int = 1
 ) -> list[int]:
-    """Share out ``total`` samples so that the sum of the concave ``worths`` is largest: each next
-    ``multiple`` of them where it adds most, the first of equals first. Exact for concave worths.
+    """Allocate ``total`` samples greedily to maximise the sum of ``worths``: each next ``multiple``
+    of them where it adds most, the first of equals first. Exact for concave worths.
 
-    What ``most`` leaves over is shared out evenly beyond it, so that the sum is ``total``.
+    What is left at ``most`` is spread evenly beyond it, so that the sum is ``total``.
     """
     counts = [least] * len(worths)
     queue = [(-(worth(least + multiple) - worth(least)), i) for i, worth in enumerate(worths)]

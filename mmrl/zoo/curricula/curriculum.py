@@ -1,7 +1,7 @@
-"""Makes data sources of others: mixtures, hints that fade, hard prompts that come again.
+"""Data sources made of others: mixtures, hints that fade, hard prompts that are repeated.
 
 Each draws by iteration and seed, the same on any number of processes; held-out prompts are those of
-what is inside.
+the wrapped sources.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PIECE = re.compile(r"[^\s>]*[\s>]+|[^\s>]+")  # words, and tags of a table
 @DATA.register("mixture")
 @dataclass(eq=False)
 class Mixture(Curriculum):
-    """Mix several data sources, with weights that may change on the way (MoDoMoDo, LMM-R1).
+    """Mix several data sources, with weights that may change during training (MoDoMoDo, LMM-R1).
 
-    sources: by name; every prompt gets its source's name as ``source``, which rewards can be routed
-    by. weights: how much of every iteration each has; by default as many as it has prompts. stages:
-    [iteration, weights] pairs: from that iteration on these. Sources without a weight there are not
-    drawn.
+    sources: by name; every prompt gets its source's name as ``source``, by which rewards can be
+    routed. weights: relative shares of every iteration; by default the number of prompts. stages:
+    [iteration, weights] pairs: the weights from that iteration on. Sources without a weight there
+    are not drawn.
     """
 
     sources: InitVar[dict[str, Source]]
@@ -90,7 +90,7 @@ class Mixture(Curriculum):
         return {name: weight / sum(positive.values()) for name, weight in positive.items()}
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        """Draw from every source by its own epochs, however little of an iteration it has."""
+        """Draw from every source by its own epochs, however small its share."""
         _, taken = self._before(count, iteration)
         prompts = []
         taken = dict(taken)
@@ -163,11 +163,12 @@ def _named(sources: Mapping[str, Any], part: str) -> list[Prompt]:
 @DATA.register("hints")
 @dataclass(eq=False)
 class Hints(Around):
-    """Begin the answer of training prompts for the model: hint completion (Table-R1).
+    """Prefill the answers to training prompts with a part of the solution: hints (Table-R1).
 
-    of: the data source. field: of the prompt, a text or a list of steps. share: how much of it is
-    given, in whole steps, lines or words, never all. over: iterations in which that falls to 0, on
-    a line; 0: it stays. before: is written before it, such as "<answer>".
+    of: the data source. field: the prompt's field with the solution, a text or a list of steps.
+    share: how much of it is given, in whole steps, lines or words, never all. over: iterations over
+    which the share falls linearly to 0; 0: it stays. before: a text put before it, such as
+    "<answer>".
     """
 
     field: str = "answer"
@@ -184,7 +185,7 @@ class Hints(Around):
             )
 
     def asked(self, prompt: Prompt, iteration: int) -> Prompt:
-        """Return the prompt with ``prefill``, what its answer begins with."""
+        """Return the prompt with ``prefill``, the beginning of its answer."""
         left = 1.0 if not self.over else max(0.0, 1 - iteration / self.over)
         whole = pieces(prompt.get(self.field))
         if not whole:
@@ -194,8 +195,7 @@ class Hints(Around):
 
 
 def pieces(value: Any) -> list[str]:
-    """Split a list into steps, else a text into lines or words and tags; joined they are the
-    whole."""
+    """Split a list into steps, or a text into lines or words and tags, which join to the whole."""
     if isinstance(value, (list, tuple)):
         return [f"{step[0] if isinstance(step, (list, tuple)) else step}\n" for step in value]
     text = "" if value is None else str(value)
@@ -206,12 +206,11 @@ def pieces(value: Any) -> list[str]:
 @DATA.register("replay")
 @dataclass(eq=False)
 class Replay(Around):
-    """Repeat prompts that were hard, with new answers: AVATAR's replay (Kulkarni et al.
-    2025).
+    """Repeat hard prompts, with new answers: AVATAR's replay (Kulkarni et al. 2025).
 
-    of: the data source. share: of every iteration's prompts that are repeated, at most. below: a
-    group with a lower mean reward was hard. solved: and one whose rewards are all equal, and lower
-    than this. size: of the memory; the oldest leave it. It is saved in checkpoints.
+    of: the data source. share: at most this share of an iteration's prompts are repeated ones.
+    below: a group with a lower mean reward was hard. solved: so was one whose rewards are all equal
+    and lower than this. size: of the memory, which drops the oldest and is saved in checkpoints.
     """
 
     share: Share = 0.25
@@ -223,12 +222,11 @@ class Replay(Around):
 
     def begin(self, inner: Sequence[Prompt]) -> None:
         super().begin(inner)
-        self.waiting: list[int] = []  # entries of hard prompts, the longest ago first
-        self.again: list[int] = []  # those of them that this iteration samples again
+        self.waiting: list[int] = []  # entries of hard prompts, the oldest first
+        self.again: list[int] = []  # those repeated in this iteration
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        """Replace the last of the iteration's prompts by those that wait. Repeatable until
-        ``learn``."""
+        """Replace the iteration's last prompts by waiting ones. Gives the same until ``learn``."""
         fresh = super().batch(count, iteration, seed)
         again = [self.presented(prompt, iteration) for prompt in self.reserved(count, iteration)]
         return [*fresh[: count - len(again)], *again]

@@ -1,4 +1,4 @@
-"""How the curricula here work: each is wrapped around another source of data.
+"""The base of the curricula here, each of which wraps another data source.
 
 Each may change how a prompt is asked (``asked``) and remember what it needs (``begin`` and
 ``memory``); ``Counted`` remembers how prompts were rewarded, ``Chosen`` picks those of the highest
@@ -30,7 +30,7 @@ Portion = Annotated[float, Gt(0), Le(1)]
 
 @dataclass(eq=False)
 class Around(Curriculum):
-    """Draws as another source of data does; its options are fields."""
+    """Draws like another data source; its options are fields."""
 
     of: InitVar[Source]
 
@@ -46,7 +46,7 @@ class Around(Curriculum):
         return self
 
     def begin(self, inner: Sequence[Prompt]) -> None:
-        """Take prompts, each with its ``entry``, of which nothing is known yet."""
+        """Start with prompts, each with its ``entry``, without history."""
         self.inner = as_curriculum(inner)
         self.prompts = list(inner)
         self.by_entry = {prompt["entry"]: prompt for prompt in self.prompts}
@@ -57,7 +57,7 @@ class Around(Curriculum):
         return part
 
     def asked(self, prompt: Prompt, iteration: int) -> Prompt:
-        """Change how this iteration asks a prompt; what is changed already stays."""
+        """Modify how this iteration asks a prompt; earlier modifications stay."""
         return prompt
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
@@ -145,11 +145,11 @@ class Chosen(Counted):
     """Draws the prompts of the highest ``score`` among those that compete (``pool``)."""
 
     name: ClassVar[str]  # of its random numbers
-    # of every prompt that is asked, those drawn as ``of`` does compete; None: all prompts do
+    # candidates per prompt asked, drawn as ``of`` does; None: all prompts compete
     candidates: float | None = None
 
     def score(self, prompts: Sequence[Prompt], rng: Rng) -> Sequence[float]:
-        """Say how much each prompt is worth asking. ``rng`` belongs to the iteration."""
+        """Score how much each prompt is worth asking. ``rng`` belongs to the iteration."""
         return [0.0] * len(prompts)
 
     def pool(self, count: int, iteration: int, seed: int) -> Sequence[Prompt]:
@@ -189,7 +189,7 @@ class Chosen(Counted):
 
 
 def best(prompts: Sequence[Prompt], scores: Sequence[float], count: int) -> list[Prompt]:
-    """Take the prompts of the highest scores, the first of equals first; all again and again where
+    """Take the prompts of the highest scores, the first of equals first; repeat them all where
     there are fewer than ``count``."""
     order = sorted(range(len(prompts)), key=lambda i: -scores[i])
     return [prompts[order[i % len(order)]] for i in range(count)]
@@ -201,24 +201,24 @@ def uniform(prompts: Sequence[Prompt], rng: Rng) -> Tensor:
 
 
 def by_weight(prompts: Sequence[Prompt], weights: Tensor, rng: Rng) -> list[float]:
-    """Score prompts so that the highest are a sample by weights [n] without repeats, u^(1 / w)
+    """Score prompts by u^(1 / w), so that the highest are a weighted sample without replacement
     (Efraimidis and Spirakis)."""
     keys: list[float] = (uniform(prompts, rng).log() / weights.clamp_min(1e-9)).tolist()
     return keys
 
 
 def keyed_by_entry(saved: Mapping[Any, Any]) -> dict[int, Any]:
-    """Read what was remembered of prompts: JSON turns their entries into texts."""
+    """Read what was saved by prompt: JSON turns their entries into strings."""
     return {int(entry): value for entry, value in saved.items()}
 
 
 def subset(inner: Sequence[Prompt], prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return ``inner`` with these of its prompts alone, still a curriculum if it is one."""
+    """Return ``inner`` with only these of its prompts, still a curriculum if it is one."""
     return inner.restricted(prompts) if isinstance(inner, Curriculum) else list(prompts)
 
 
 def with_entries(inner: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Number the prompts: ``entry`` is their place in the data, by which outcomes are known."""
+    """Number the prompts: ``entry`` is their index in the data, which identifies outcomes."""
     if all("entry" in prompt for prompt in inner):
         return inner
     return subset(inner, [{**prompt, "entry": number} for number, prompt in enumerate(inner)])

@@ -1,4 +1,4 @@
-"""Turns prompts into numbers, for data sources that compare them or predict their rewards."""
+"""Features of prompts, for data sources that compare them or predict their rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 
 
 def features_of(prompts: Sequence[Prompt], path: Path | None, size: int, name: str) -> Array:
-    """Return a row of length 1 for every prompt: of the file, or its hashed words, [n, D]."""
+    """Return a unit vector for every prompt: from the file, or of its hashed words, [n, D]."""
     if path is None:
         from sklearn.feature_extraction.text import HashingVectorizer
 
@@ -37,9 +37,9 @@ def features_of(prompts: Sequence[Prompt], path: Path | None, size: int, name: s
 class ValueModel:
     """Predicts the mean reward of a prompt, linearly in its features and a constant.
 
-    ``learn`` makes the exact step that a squared error and the distance from the present weights
-    ask for, min_w sum (x'w - r)^2 + ridge |w - w_old|^2, of all prompts of an iteration at once, in
-    any order. The weights start at 0, so that every prediction is ``start`` before the first step.
+    ``learn`` takes the exact proximal step min_w sum (x'w - r)^2 + ridge |w - w_old|^2 over all
+    prompts of an iteration at once, so their order does not matter. The weights start at 0, so
+    every prediction is ``start`` before the first step.
     """
 
     def __init__(self, ridge: float, start: float):
@@ -72,5 +72,5 @@ class ValueModel:
 
 
 def with_constant(features: Array) -> Array:
-    """Append a feature that is 1 of every prompt."""
+    """Append a constant feature 1."""
     return np.concatenate([features, np.ones((len(features), 1))], 1)

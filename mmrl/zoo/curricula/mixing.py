@@ -1,6 +1,6 @@
-"""Predicts what a run reaches from its mixture of data, and proposes the best mixture (MoDoMoDo).
+"""Predicts a run's outcome from its mixture of data, and proposes the best mixture (MoDoMoDo).
 
-``mmrl.apps.prepare.mixture`` calls this with runs that were evaluated.
+``mmrl.apps.prepare.mixture`` calls this with evaluated runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from samplers.noise import Rng
 Array = NDArray[np.float64]
 Form = Literal["quadratic", "linear"]
 RIDGES = tuple(10.0**power for power in range(-8, 1))
-STARTS = 32  # mixtures from which the best one is searched, besides the corners and the middle
+STARTS = 32  # random starts of the search, besides the corners and the middle
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Surrogate:
     """Predicts the outcome of mixtures: score(w) = w' Q w, on weights w of sum 1.
 
     On these weights a + b'w + w'Cw, MoDoMoDo's surrogate, is one quadratic form (1 = (sum w)^2), so
-    that Q holds all of it; linear is b'w alone, a in it. ``error``: root of the mean squared error
-    for mixtures left out of the fit one by one. ``spread``: standard deviation of the outcomes,
-    which is what predicting their mean misses by.
+    Q contains all of it; linear is b'w, with a absorbed. ``error``: the leave-one-out root mean
+    squared error. ``spread``: standard deviation of the outcomes, the error of predicting their
+    mean.
     """
 
     form: Form
@@ -60,7 +60,7 @@ def shares(weights: Array) -> Array:
 
 
 def fit(mixtures: Array, outcomes: Array, form: Form = "quadratic") -> Surrogate:
-    """Fit a surrogate by least squares with a ridge, chosen by leaving mixtures out one by one.
+    """Fit a surrogate by ridge regression, with the ridge chosen by leave-one-out error.
 
     mixtures [N, m], outcomes [N]. The outcomes' mean is not shrunk. Raises UserError for fewer than
     three mixtures, or no two that differ.
@@ -90,7 +90,7 @@ def _solved(table: Array, outcomes: Array, unit: Array, ridge: float) -> Array:
 
 
 def _left_out(table: Array, outcomes: Array, unit: Array, ridge: float) -> float:
-    """Return the root of the mean squared error for rows that are left out one by one."""
+    """Return the leave-one-out root mean squared error."""
     rows = np.arange(len(table))
     fits = [_solved(table[rows != row], outcomes[rows != row], unit, ridge) for row in rows]
     missed = [outcomes[row] - table[row] @ weights for row, weights in zip(rows, fits)]
@@ -100,8 +100,8 @@ def _left_out(table: Array, outcomes: Array, unit: Array, ridge: float) -> float
 def best_mixture(surrogate: Surrogate, count: int, least: float = 0.0) -> Array:
     """Return the weights [count], sum 1, each at least ``least``, of the highest prediction.
 
-    SLSQP from the corners, the middle and mixtures drawn evenly; the form may have
-    several maxima.
+    Runs SLSQP from the corners, the middle and uniformly random mixtures, as there may be several
+    maxima.
     """
     if least * count > 1:
         raise UserError(f"{count} sources cannot have a share of at least {least:g} each")

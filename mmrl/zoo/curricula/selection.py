@@ -1,4 +1,4 @@
-"""Makes data sources that choose an iteration's prompts by how they were rewarded so far."""
+"""Data sources that choose an iteration's prompts by their rewards so far."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from samplers.noise import Rng
 @DATA.register("vade")
 @dataclass(eq=False)
 class Vade(Chosen):
-    """Draw prompts that are likely to be answered now right, now wrong, by Thompson sampling: VADE.
+    """Draw prompts of uncertain success by Thompson sampling: VADE.
 
-    Hu et al. 2025: every prompt's success rate has a Beta posterior, from ``prior`` and its own
+    Hu et al. 2025: every prompt's success rate has a Beta posterior, from ``prior`` and its
     answers; a rate theta is drawn from each, and the prompts of the largest theta (1 - theta) are
-    asked (our reading of the information gain). Answers count less with time, so that the prior
-    returns (two scales): ``decay`` at every visit of the prompt, ``drift`` at every iteration
-    without one.
+    asked (our reading of the information gain). Old answers are discounted towards the prior, on
+    two scales: by ``decay`` at every visit of the prompt, by ``drift`` at every iteration without
+    one.
 
     of: the data source. prior: a and b of the Beta distribution of a prompt without answers.
-    decay, drift: what is left of the weight of earlier answers. threshold: a reward above it is a
-    success; null: the reward itself, in [0, 1], is how much of a success it is.
+    decay, drift: factors on the weight of earlier answers. threshold: a reward above it is a
+    success; null: the reward, in [0, 1], is the degree of success.
     """
 
     name = "vade"
@@ -76,19 +76,19 @@ class Vas(Chosen):
 
     Leng et al. 2025: the Variance Promotion Score of a prompt is variance p (1 - p) + diversity d,
     p its success rate and d how much its answers differ; ``share`` of an iteration's prompts are
-    drawn with these weights, without repeats, the rest as ``of`` draws them. With ``refresh`` all
-    prompts are answered anew for their scores, ``rollouts`` times each, as in the paper; training's
-    own answers count too, and without it alone (our reading, which costs nothing). Prompts not
-    asked yet have the mean score. d: of tokens the inverse self-BLEU, 1 - the mean BLEU of every
+    drawn with these weights, without replacement, the rest as ``of`` draws them. With ``refresh``
+    all prompts are sampled again for their scores, ``rollouts`` times each, as in the paper;
+    training samples count too, and without ``refresh`` only they do (our reading, at no cost).
+    Prompts not asked yet have the mean score. d: for tokens 1 - self-BLEU, the mean BLEU of every
     answer against the others of its group (n-grams of 1 to 4 tokens, brevity penalty, 1 added to
-    the counts above 1-grams), of pictures the standard deviation of their latents inside the group,
-    at most 1 (our reading).
+    the counts above 1-grams); for pictures the standard deviation of their latents inside the
+    group, at most 1 (our reading).
 
     of: the data source. share: drawn by weights. variance, diversity: weights in the score. decay:
-    what is left of the weight of earlier answers at every new visit. threshold: a reward above it
-    is a success; null: the reward itself, in [0, 1], is how much of a success it is. refresh:
-    iterations from one scoring of all prompts to the next, the first after the first iteration; 0:
-    none. rollouts: of each prompt then.
+    factor on the weight of earlier answers at every visit. threshold: a reward above it is a
+    success; null: the reward, in [0, 1], is the degree of success. refresh: iterations from one
+    scoring of all prompts to the next, the first after the first iteration; 0: none. rollouts: of
+    each prompt then.
     """
 
     name = "vas"
@@ -141,19 +141,19 @@ class Pcl(Chosen):
     """Draw the candidates whose predicted reward is nearest to a target: Prompt Curriculum (PCL).
 
     Gao et al. 2025, Prompt Curriculum Learning: of ``candidates`` times as many prompts as are
-    asked, those with the smallest |V - target| are, without sampling answers of the others. V is
-    by ``value``: ``network``, as in the paper, a value model of the policy's kind and size that
-    learns beside it from the mean reward of every group, by squared error (``prompt_value`` with
-    base: trained); ``model``, the same linear in features of the prompt, which costs no pass;
-    ``mean``, the mean of the prompt's own rewards so far, drawn to the mean of all prompts as by
-    ``prior`` answers; ``both``, that mean drawn to what the linear model predicts.
+    asked, those with the smallest |V - target| are taken, before any answers are sampled. V is by
+    ``value``: ``network``, as in the paper, a value model of the policy's architecture that is
+    trained alongside on the mean reward of every group, by squared error (``prompt_value`` with
+    base: trained); ``model``, linear in features of the prompt, which needs no forward pass;
+    ``mean``, the mean of the prompt's rewards so far, shrunk to the mean of all prompts as if by
+    ``prior`` answers; ``both``, that mean shrunk to the linear model's prediction.
 
-    of: the data source. target: reward, 0.5 of prompts that are right half of the time. candidates:
-    of every prompt that is asked. prior: number of answers. decay, drift: what is left of the
-    weight of earlier answers at every visit, and at every iteration without one. value: network,
-    model, mean or both. embeddings: the linear model's features, a .npy file with a row for every
-    prompt; null: hashed words of its text. ridge: how much that model stays as it is in an
-    iteration, against one prompt of length 1.
+    of: the data source. target: reward; 0.5: prompts that are right half of the time. candidates:
+    per prompt asked. prior: number of answers. decay, drift: factors on the weight of earlier
+    answers at every visit, and at every iteration without one. value: network, model, mean or both.
+    embeddings: the linear model's features, a .npy file with a row for every prompt; null: hashed
+    words of its text. ridge: the weight of keeping that model unchanged in an iteration, relative
+    to one prompt with features of length 1.
     """
 
     name = "pcl"
@@ -181,7 +181,7 @@ class Pcl(Chosen):
 
     @staticmethod
     def asks_of_training(options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the stages that make what is looked at."""
+        """Name the stages that are needed."""
         return ("prompt_value",) if options.get("value") == "network" else ()
 
     def features(self, prompts: Sequence[Prompt]) -> Array:
@@ -217,7 +217,7 @@ class Pcl(Chosen):
         return [-abs(value - self.target) for value in values]
 
     def expected(self, entry: int, usual: float) -> float:
-        """Predict the reward of a prompt; ``usual`` is what is expected before its own answers."""
+        """Predict the reward of a prompt; ``usual`` is the prediction without answers."""
         weight = 0.0 if self.value in ("model", "network") else self.statistics.weight(entry)
         return (weight * self.statistics[entry].mean + self.prior * usual) / (weight + self.prior)
 
@@ -232,15 +232,15 @@ class Pcl(Chosen):
 @DATA.register("sec")
 @dataclass(eq=False)
 class Sec(Chosen):
-    """Draw prompts of the categories that teach most, a bandit's arms: Self-Evolving Curriculum.
+    """Draw prompts from the most instructive categories, by a bandit: Self-Evolving Curriculum.
 
-    Chen et al. 2025: an arm is worth Q; after every iteration Q += rate (mean |A| - Q) of the arms
-    that were drawn, A = (r - mean) / std inside the groups (TD(0)); the category of every prompt is
-    drawn with probability exp(Q / temperature) over their sum, and a prompt inside it at random,
-    without repeats in an iteration.
+    Chen et al. 2025: an arm, a category, has the value Q; after every iteration Q += rate (mean |A|
+    - Q) for the arms drawn, A = (r - mean) / std within groups (TD(0)); the category of every
+    prompt is drawn by softmax(Q / temperature), and a prompt of it at random, without replacement
+    within an iteration.
 
-    of: the data source. field: of the prompt, that names its category. rate: of learning Q.
-    temperature: of the softmax; small ones choose the best category always.
+    of: the data source. field: the prompt's field with its category. rate: of learning Q.
+    temperature: of the softmax; small ones always choose the best category.
     """
 
     name = "sec"

@@ -1,4 +1,4 @@
-"""Makes a data source whose prompts the policy writes itself while it trains."""
+"""A data source whose prompts the policy writes itself during training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CARRIED = ("system", "images", "image", "video", "view", "fps")
 
 
 def pairs(saved: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Read instructions that waited: JSON turns tuples into lists."""
+    """Read waiting instructions: JSON turns tuples into lists."""
     return [(text, entry) for text, entry in saved]
 
 
@@ -27,18 +27,18 @@ def pairs(saved: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 class SelfInstruct(Around):
     """Train also on instructions that the policy writes itself, in every iteration (SeRL).
 
-    Fang et al. 2025: in every iteration the policy of the moment writes ``count`` instructions,
-    each after ``shots`` rows of ``of``; those of another length, about what is not there, or like
-    others are left out, and the rest are asked in the next iterations, once each. They have no
-    right answer: ``majority_vote`` rewards them, and its ``share`` and ``most`` are the paper's
-    filter of what is too hard or too easy. A row with pictures gives a question about them. For
-    policies that write text; around other data sources, not inside. Prompts and memory are alike on
-    all processes and in checkpoints.
+    Fang et al. 2025: in every iteration the current policy writes ``count`` instructions, each from
+    ``shots`` examples of ``of``; those too short or too long, about missing media, or similar to
+    others are dropped, and the rest are asked in the next iterations, once each. They have no
+    reference answer: ``majority_vote`` rewards them, and its ``share`` and ``most`` are the paper's
+    filter of what is too hard or too easy. An example with pictures gives a question about them.
+    For policies that write text; it wraps other data sources, and must be the outermost. Prompts
+    and memory are the same on all processes and saved in checkpoints.
 
     of: the data source. share: of an iteration's prompts, at most. count: written in an iteration.
-    shots: rows that each is written after. least_words, most_words: of an instruction. similarity:
-    largest ROUGE-L with one that is there already. forbidden: words that speak of what is not
-    there. size: of the memory of instructions.
+    shots: examples for each. least_words, most_words: of an instruction. similarity: the largest
+    ROUGE-L with an existing instruction. forbidden: words that refer to media that are not there.
+    size: of the memory of instructions.
     """
 
     memory = {"waiting": pairs, "past": list}
@@ -67,13 +67,13 @@ class SelfInstruct(Around):
 
     def begin(self, inner: Sequence[Prompt]) -> None:
         super().begin(inner)
-        # text, and the entry of the row it was written after; those asked already stay for `pool`
+        # text, and the entry of its example; those asked already stay for `pool`
         self.waiting: list[tuple[str, int]] = []
         self.past: list[str] = []
         self.taken: list[tuple[str, int]] = []
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        """Replace the last of the iteration's prompts by instructions that wait. Repeatable until
+        """Replace the iteration's last prompts by waiting instructions. Gives the same until
         ``learn``."""
         plain = super().batch(count, iteration, seed)
         self.taken = self.waiting[: int(self.share * count)]
@@ -85,7 +85,7 @@ class SelfInstruct(Around):
         return {"text": text, **carried, "origin": "self_instruct"}
 
     def examples(self, iteration: int, seed: int) -> list[list[Prompt]]:
-        """Draw the rows that each new instruction is written after, as many lists as are wanted."""
+        """Draw the examples for each of the ``count`` new instructions."""
         rng = Rng.of(seed, "self_instruct", iteration)
         entries = list(self.by_entry)
         shots = min(self.shots, len(entries))
@@ -95,14 +95,14 @@ class SelfInstruct(Around):
         ]
 
     def pool(self) -> list[str]:
-        """Return all instructions that there are, which a new one must not repeat."""
+        """Return all existing instructions, which a new one must not repeat."""
         return [str(p.get("text", "")) for p in self.by_entry.values()] + [
             *self.past,
             *(text for text, _ in self.waiting),
         ]
 
     def add(self, text: str, entry: int) -> None:
-        """Let a new instruction wait; beyond ``size`` the oldest leave."""
+        """Queue a new instruction; beyond ``size`` the oldest are dropped."""
         self.waiting = [*self.waiting, (text, entry)][-self.size :]
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:

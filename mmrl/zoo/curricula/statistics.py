@@ -1,5 +1,5 @@
-"""Remembers how every prompt was rewarded, for data sources that choose prompts or numbers of
-samples by it."""
+"""Statistics of every prompt's rewards, for data sources that choose prompts or group sizes by
+them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Forgetting:
     most: float
 
     def begun(self, rewards: Sequence[float] | None) -> list[float]:
-        """Return alpha and beta before the first visit, of a reference's rewards if there are any:
-        as many answers as the strongest forgetting remembers."""
+        """Return alpha and beta before the first visit, from a reference's rewards if there are
+        any, weighted as many answers as the strongest forgetting keeps."""
         if not rewards:
             return [0.5, 0.5]
         count = 1 / (1 - self.least)
@@ -47,7 +47,7 @@ class PromptRecord:
     """Summarises the rewards of one prompt, over all its visits so far."""
 
     visits: int = 0  # iterations in which it was answered and scored
-    samples: float = 0.0  # scored answers, each counted with what is left of its weight
+    samples: float = 0.0  # scored answers, with their decayed weights
     mean: float = 0.0  # of their rewards
     square: float = 0.0  # mean of the squares
     advantage: float = (
@@ -65,10 +65,10 @@ class PromptRecord:
 
 @dataclass
 class PromptStatistics:
-    """Keeps a record of every prompt by its ``entry``, alike on all processes, in checkpoints.
+    """Keeps a record of every prompt by its ``entry``, the same on all processes, in checkpoints.
 
-    ``decay``: what is left of the weight of earlier answers at every new visit; 1: all count alike.
-    ``drift``: what is left of it at every iteration without a visit.
+    ``decay``: factor on the weight of earlier answers at every visit; 1: no decay. ``drift``:
+    factor at every iteration without a visit.
     """
 
     decay: float = 1.0
@@ -80,17 +80,17 @@ class PromptStatistics:
         return self.records.get(entry) or PromptRecord()
 
     def weight(self, entry: int) -> float:
-        """Return how many answers of a prompt count now, each with what is left of its weight."""
+        """Return the total decayed weight of a prompt's answers."""
         record = self[entry]
         return record.samples * self._left(record)
 
     def see_diversity(self, values: Mapping[int, float]) -> None:
-        """Take in how much the answers to prompts differ, by entry."""
+        """Record how much the answers to prompts differ, by entry."""
         for entry, value in values.items():
             self.records.setdefault(entry, PromptRecord()).diversity = value
 
     def learn(self, outcomes: Iterable[Outcome]) -> None:
-        """Take in the outcomes of an iteration. A prompt that was drawn twice is visited twice."""
+        """Record the outcomes of an iteration. A prompt that was drawn twice is visited twice."""
         for outcome in outcomes:
             if outcome.rewards:
                 record = self.records.setdefault(outcome.entry, PromptRecord())
@@ -98,7 +98,7 @@ class PromptStatistics:
         self.iteration += 1
 
     def renew(self, outcomes: Iterable[Outcome]) -> None:
-        """Replace the records of prompts by what new answers to them earned."""
+        """Replace the records of prompts by the rewards of new answers."""
         for outcome in outcomes:
             if outcome.rewards:
                 earlier = self.records.get(outcome.entry) or PromptRecord()
@@ -140,8 +140,8 @@ def mean_advantage(rewards: Sequence[float]) -> float:
 
 
 def successes(rewards: Sequence[float], threshold: float | None) -> tuple[float, ...]:
-    """Turn rewards into how much of a success each is, from 0 to 1: whether it is above the
-    threshold; None: the reward itself."""
+    """Turn rewards into degrees of success from 0 to 1: whether each is above the threshold; None:
+    the reward itself."""
     if threshold is None:
         return tuple(min(max(reward, 0.0), 1.0) for reward in rewards)
     return tuple(float(reward > threshold) for reward in rewards)

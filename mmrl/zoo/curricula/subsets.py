@@ -1,6 +1,6 @@
-"""Makes data sources of the prompts that are worth training on, by rewards recorded in a file.
+"""Data sources that keep the prompts worth training on, by rewards recorded in a file.
 
-``recorded`` writes the file while any run trains, or with a learning rate of 0 only measures.
+``recorded`` writes the file while a run trains, or only measures with a learning rate of 0.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from samplers.noise import Rng
 
 Curves = Mapping[int, Sequence[Sequence[float]]]  # rewards of every visit, by entry
 Array = NDArray[np.float64]
-LETTERS = 80  # of a text
+LETTERS = 80  # of a text, to recognise it by
 
 
 @DATA.register("recorded")
@@ -51,9 +51,9 @@ LETTERS = 80  # of a text
 class Recorded(Around):
     """Record every prompt's rewards in a file, which limr, depo and by_variance read.
 
-    One JSON object a line: the prompt's place in the data, iteration, rewards. After a resume the
-    later line of an iteration counts. With a learning rate of 0 the run only measures, as repeated
-    inference does.
+    One JSON object a line: the prompt's index in the data, iteration, rewards. After a resume the
+    later line of an iteration counts. With a learning rate of 0 the run only measures, like
+    repeated inference.
 
     of: the data source. path: the file, .jsonl, to which lines are appended.
     """
@@ -87,7 +87,7 @@ class Recorded(Around):
 
 
 def text_of(prompt: Prompt) -> str:
-    """Return the beginning of a prompt's text, by which data is recognised."""
+    """Return the beginning of a prompt's text, which identifies the data."""
     return str(prompt.get("text", ""))[:LETTERS]
 
 
@@ -148,7 +148,7 @@ def recorded_of(inner: Sequence[Prompt], path: Path, name: str) -> dict[int, lis
 
 
 def highest(scores: Mapping[int, float], share: float) -> set[int]:
-    """Choose the entries of the highest scores, a share of them, one at least."""
+    """Choose a share of the entries, at least one, by the highest scores."""
     order = sorted(scores, key=lambda entry: (-scores[entry], entry))
     return set(order[: max(1, int(share * len(order) + 0.5))])
 
@@ -161,8 +161,8 @@ class Limr:
     mean of all prompts there, s_i = 1 - sum_k (r_i^k - r^k)^2 / sum_k (1 - r^k)^2; prompts with s_i
     above ``threshold`` are kept. Rewards reach up to 1.
 
-    of: the data source. path: what a run with ``recorded`` wrote. threshold: of the score. share:
-    of the prompts, the best, in place of a threshold; null: those above it.
+    of: the data source. path: the file of a run with ``recorded``. threshold: of the score. share:
+    keep this share of the prompts with the best scores instead; null: those above the threshold.
     """
 
     train: Sequence[Prompt]
@@ -198,13 +198,12 @@ class ByVariance:
     """Keep the prompts whose recorded rewards vary: Temporal-R1's selection of training data.
 
     Li et al. 2025, "Reinforcement Learning Tuning for VideoLLMs": prompts are answered several
-    times, and those stay whose rewards have an informative spread, neither always right nor always
-    wrong. The standard deviation (population) is of all rewards of the file (our reading).
+    times, and those kept whose rewards vary, neither always right nor always wrong. The standard
+    deviation (population) is over all of a prompt's rewards in the file (our reading).
 
-    of: the data source. path: what a run with ``recorded`` wrote, or
-    ``mmrl.apps.prepare.reference_rewards`` of the reference's rollouts, from which PVPO takes its
-    baseline too. least: standard deviation; share: of those that have it, the ones with the
-    largest.
+    of: the data source. path: the file of a run with ``recorded``, or the reference rewards of
+    ``mmrl.apps.prepare.reference_rewards``, which PVPO's baseline uses too. least: standard
+    deviation; share: of the prompts that reach it, keep this share with the largest.
     """
 
     train: Sequence[Prompt]
@@ -241,26 +240,26 @@ def explorability(answers: Sequence[Sequence[float]], noise: float) -> float:
 @DATA.register("depo")
 @dataclass(eq=False)
 class Depo(Chosen):
-    """Keep diverse prompts of middle difficulty, ask those that still explore: DEPO.
+    """Keep diverse prompts of medium difficulty, ask those with most exploration: DEPO.
 
     Tang et al. 2025. Before training: prompts are nodes of a graph of similarities, weighted by
     PageRank; a determinantal point process keeps the ``diverse`` share of them greedily; of these
     ``share`` are drawn by a normal density of their mean recorded reward, ``difficulty`` its mean
-    and ``spread`` its standard deviation. Without ``path`` all stay. While training: of
-    ``candidates`` times as many prompts as are asked, those of the highest explorability are, and
-    the share ``replay`` are prompts of the fewest visits. Similar are prompts whose ``embeddings``
-    are, the policy's own states as ``mmrl.apps.prepare.prompt_states`` writes them; without a file
-    those that share words (our reading). ``explore``: ``entropy``, as published: the mean over the
-    last ``window`` visits of sum |A| H, A = (r - mean) / std of an answer in its group and H the
-    mean entropy of its decisions, without worse answers whose H is above ``noise`` times the mean
-    H of the better ones; ``variance``, of a prompt's rewards, which needs nothing recorded (our
-    reading). Both are largest where a prompt was never asked.
+    and ``spread`` its standard deviation. Without ``path`` all are kept. During training: of
+    ``candidates`` times as many prompts as are asked, those of the highest explorability are taken,
+    and the share ``replay`` are prompts of the fewest visits. Similarity is that of ``embeddings``,
+    the policy's hidden states from ``mmrl.apps.prepare.prompt_states``; without a file, of the
+    words (our reading). ``explore``: ``entropy``, as published: the mean over the last ``window``
+    visits of sum |A| H, A = (r - mean) / std of an answer in its group and H the mean entropy of
+    its decisions, without worse answers whose H is above ``noise`` times the mean H of the better
+    ones; ``variance``, of a prompt's rewards, which needs no records (our reading). Both rank
+    prompts that were never asked first.
 
-    of: the data source. path: what a run with ``recorded`` wrote; null: no choice before training.
+    of: the data source. path: the file of a run with ``recorded``; null: no choice before training.
     embeddings: a .npy file with a row for every prompt; null: hashed words. damping: of PageRank.
-    decay: what is left of the weight of earlier answers at a visit. seed: of the choice before.
+    decay: factor on the weight of earlier answers at a visit. seed: of the choice before training.
     explore: entropy needs the policy's option record_entropy. window: visits. noise: a ratio.
-    decline: the share of candidates that is asked falls by it with every epoch, as published, from
+    decline: as published, the share of candidates that is asked falls by it with every epoch, from
     1 to 1 / candidates; 0: it is that from the start.
     """
 
@@ -293,7 +292,7 @@ class Depo(Chosen):
         self.traces: dict[int, list[float]] = {}  # explorability of the last visits, by entry
 
     def kept(self, path: Path) -> set[int]:
-        """Choose the prompts that are trained on, by their recorded rewards and what they share."""
+        """Choose the prompts to train on, by their recorded rewards and similarity."""
         curves = recorded_of(self.prompts, path, self.name)
         prompts = [prompt for prompt in self.prompts if prompt["entry"] in curves]
         features = features_of(prompts, self.embeddings, len(self), self.name)
@@ -313,7 +312,7 @@ class Depo(Chosen):
 
     @staticmethod
     def records(options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the options of the policy under which it records what is looked at."""
+        """Name the policy's options that turn on the records needed."""
         return ("record_entropy",) if options.get("explore") == "entropy" else ()
 
     def see(self, name: str, values: Mapping[int, Any]) -> None:
@@ -346,7 +345,7 @@ class Depo(Chosen):
         return [self.explorability(prompt["entry"]) for prompt in prompts]
 
     def explorability(self, entry: int) -> float:
-        """Return how much a prompt still explores; infinite before its first visit."""
+        """Return the explorability of a prompt; infinite before its first visit."""
         record = self.statistics[entry]
         if self.explore == "variance":
             return record.variance if record.visits else float("inf")
@@ -390,7 +389,7 @@ def spread_out(features: Array, quality: Array, count: int, ridge: float = 1e-3)
 
 
 def by_density(logs: Mapping[int, float], share: float, seed: int) -> set[int]:
-    """Draw a share of the entries, without repeats, by their log weights (Gumbel's largest)."""
+    """Draw a share of the entries without replacement by their log weights (Gumbel top-k)."""
     entries = list(logs)
     u = Rng.of(seed, "depo", "subset").uniform(torch.tensor(entries))
     keys = [

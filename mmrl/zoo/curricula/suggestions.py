@@ -1,5 +1,5 @@
-"""Makes data sources that change how a question is asked: hints beside what stays hard, and several
-forms of every question."""
+"""Data sources that change how a question is asked: hints for hard prompts, and several forms of
+every question."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from samplers.noise import Rng
 @DATA.register("suggestions")
 @dataclass(eq=False)
 class Suggestions(Counted):
-    """Ask prompts that stay hard with a hint beside the question: AVATAR's hints.
+    """Add a hint to the question of prompts that stay hard: AVATAR's hints.
 
     Kulkarni and Fazli 2025, "AVATAR: Reinforcement Learning to See, Hear, and Reason Over Video": a
     prompt is hard while the moving average of its reward is among the lowest ``share`` of all and
-    under ``below``; after ``after`` visits in a row a short hint, written beforehand, is added to
-    its text, until it is hard no more. kl_drop: only after iterations in which the policy stopped
-    exploring, their KL to the behaviour policy being below this many times its moving mean (the
-    paper; 1.0): (rho - 1) - log rho over all tokens or steps, old answers among them
-    (the stage ``response_reuse``); null: always.
+    under ``below``; after ``after`` consecutive hard visits a short hint from the data is added to
+    its text, until it is no longer hard. kl_drop: only after iterations in which the policy stopped
+    exploring, that is whose KL to the behaviour policy was below ``kl_drop`` times its moving mean
+    (the paper; 1.0): (rho - 1) - log rho over all tokens or steps, including those of reused
+    answers (the stage ``response_reuse``); null: always.
 
-    of: the data source. field: of the prompt, that holds its hint; prompts without one are asked as
-    they are. between: stands between question and hint. decay: what is left of the weight of
-    earlier answers at a visit, and of earlier KLs.
+    of: the data source. field: the prompt's field with its hint; prompts without one are asked as
+    they are. between: separates question and hint. decay: factor on the weight of earlier answers
+    at a visit, and of earlier KLs.
     """
 
     field: str = "hint"
@@ -58,12 +58,12 @@ class Suggestions(Counted):
 
     def begin(self, inner: Sequence[Prompt]) -> None:
         super().begin(inner)
-        self.hard: dict[int, int] = {}  # visits in a row at which a prompt was, by entry
+        self.hard: dict[int, int] = {}  # consecutive visits at which a prompt was hard, by entry
         self.divergence: float | None = None  # moving mean of the KL to the behaviour policy
         self.explores = self.kl_drop is not None  # the KL has not dropped
 
     def asked(self, prompt: Prompt, iteration: int) -> Prompt:
-        """Add its hint to a prompt that stays hard, if it has none yet."""
+        """Add the hint to a prompt that stays hard, unless it has one."""
         hint = prompt.get(self.field)
         stuck = not self.explores and self.hard.get(prompt["entry"], 0) >= self.after
         if hint is None or not stuck or prompt.get("hinted"):
@@ -101,16 +101,16 @@ class Suggestions(Counted):
 class Forms(Around):
     """Ask each prompt in one of several forms (TempSamp-R1's hybrid training), or in all (GCPO).
 
-    Li et al. 2025, "TempSamp-R1": one model learns to answer with its reasoning and without, asked
-    now in the one form, now in the other. The form, "form" of the prompt, is a function of
-    iteration and prompt, the same for its whole group; rewards may be routed by it, so that only
-    answers with reasoning are judged by its format.
+    Li et al. 2025, "TempSamp-R1": one model learns to answer with reasoning and without, as either
+    form asks. The form, the prompt's field "form", depends on iteration and prompt and is the same
+    for its whole group; rewards can be routed by it, so that only answers with reasoning are judged
+    by its format.
 
-    of: the data source. forms: templates of the text by name, with {text}. weights: how often each
-    is taken; by default alike. together: every question is asked in all forms in one iteration, so
-    that each has ``train.group_size`` answers, and advantages compare the answers to all forms of
-    it with each other (GCPO, Wang et al. 2025, asks with a behaviour and without); of
-    ``train.prompts_per_iteration`` every form is one.
+    of: the data source. forms: templates of the text by name, with {text}. weights: of the forms;
+    equal by default. together: every question is asked in all forms in one iteration, each with
+    ``train.group_size`` answers, and advantages compare the answers to all forms of a question
+    (GCPO, Wang et al. 2025, asks with a behaviour and without); each form counts as one of
+    ``train.prompts_per_iteration``.
     """
 
     forms: dict[str, str]

@@ -1,4 +1,4 @@
-"""Makes the data source that draws prompts by their tracked success rates: single-stream SPO."""
+"""The data source that draws prompts by their tracked success rates: single-stream SPO."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from samplers.noise import Rng
 class SingleStreamData(Chosen):
     """Draw prompts whose tracked success rate v is uncertain: SPO's prioritised sampling.
 
-    Xu and Ding 2025, "Single-stream policy optimization": prompts are drawn without repeats with
-    weights sqrt(v (1 - v)) + explore, v = alpha / (alpha + beta) by the tracker of the advantage
-    ``single_stream``: alpha <- rho alpha + r, beta <- rho beta + 1 - r, rho = 2^(-D / half) within
-    [forget_min, forget_max]. D, how far the policy has moved since the prompt's last visit, is what
-    the stage ``policy_drift`` measures; without it 0, so that rho = forget_max. Give the two the
-    same options.
+    Xu and Ding 2025, "Single-stream policy optimization": prompts are drawn without replacement
+    with weights sqrt(v (1 - v)) + explore, v = alpha / (alpha + beta) by the tracker of the
+    advantage ``single_stream``: alpha <- rho alpha + r, beta <- rho beta + 1 - r, rho = 2^(-D /
+    half) within [forget_min, forget_max]. D, how far the policy has moved since the prompt's last
+    visit, is measured by the stage ``policy_drift``; without it D is 0, so that rho = forget_max.
+    Give data source and advantage the same options.
 
-    of: the data source. explore: added to every weight. candidates: of every prompt that is asked,
-    drawn as ``of`` does, among which the weights choose, as in the published code; null: all
-    prompts. low, high: bounds of the reward, brought to [0, 1]. half: the D, nats, at which half is
-    forgotten. forget_min, forget_max: bounds of rho. path: rewards of a reference, as
-    mmrl.apps.prepare.reference_rewards or ``recorded`` write them, that begin alpha and beta;
-    null: 1/2 each.
+    of: the data source. explore: added to every weight. candidates: per prompt asked, drawn as
+    ``of`` does, among which the weights choose, as in the published code; null: all prompts. low,
+    high: bounds of the reward, mapped to [0, 1]. half: the D, nats, at which half is forgotten.
+    forget_min, forget_max: bounds of rho. path: rewards of a reference, as written by
+    mmrl.apps.prepare.reference_rewards or ``recorded``, from which alpha and beta start; null: 1/2
+    each.
     """
 
     name = "single_stream"
@@ -75,7 +75,7 @@ class SingleStreamData(Chosen):
         return tuple(min(max(reward, 0.0), 1.0) for reward in scaled)
 
     def tracked(self, entry: int) -> list[float]:
-        """Return alpha and beta of a prompt, before its first visit by its references."""
+        """Return alpha and beta of a prompt, before its first visit those of its references."""
         reference = self.graded(self.references.get(entry, ()))
         return self.counts.get(entry) or self.forgetting.begun(reference)
 

@@ -1,4 +1,4 @@
-"""Runs model code that lies beside a user's weights, where they have said that they trust it."""
+"""Runs model code that comes with a user's weights, if the user trusts it."""
 
 from __future__ import annotations
 

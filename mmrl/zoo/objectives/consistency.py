@@ -1,4 +1,4 @@
-"""Consistency distillation: a student learns to jump to where its teacher's ODE ends."""
+"""Consistency distillation: a student learns to jump to the end of its teacher's ODE."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ class Consistency(SFT, HasTeacher, FollowsReward, TracksOld):
     """Learn to jump from any time to the data, along a many-step teacher's ODE (LCM).
 
     Song et al. 2023, "Consistency models", algorithm 2; Luo et al. 2023, "Latent consistency
-    models", algorithm 1, with guidance in the teacher's step. Pictures of the data get noise up to
-    a time t of the teacher's grid; one step of its ODE leads to the next time s; the loss is the
-    distance of what the student predicts of the data at t from what its moving average predicts at
-    s (at s = 0: the state itself). Of flows the jump is x - t v; of models that predict noise it is
-    that of latent consistency models, ``scheduler: lcm``.
+    models", algorithm 1, with guidance in the teacher's step. Images of the data are noised to a
+    time t of the teacher's grid; one step of its ODE leads to the next time s; the loss is the
+    distance between the student's prediction of the data at t and its moving average's at s (at s =
+    0: the state itself). For flows the jump is x - t v; for models that predict noise it is that of
+    latent consistency models, ``scheduler: lcm``.
 
-    teacher: a policy with the student's latents and conditions; null: the weights the run begins
-    with. guidance_scale: of the teacher. teacher_steps: of its grid, ``timestep_schedule``, steps
-    between adjacent times; 50 is LCM's. target_decay: share of the average that an iteration keeps;
-    0: the student itself, as it was when the iteration began. distance: pseudo-Huber of every
-    dimension with ``huber_c``, as LCM's scripts, or square. field: of the data's row, that holds
-    the picture or video. num_noise_draws: times and noises a row.
+    teacher: a policy with the student's latents and conditions; null: the initial weights.
+    guidance_scale: of the teacher. teacher_steps: of its grid, ``timestep_schedule``; 50 is LCM's.
+    target_decay: of the moving average, per iteration; 0: the student at the start of the
+    iteration. distance: pseudo-Huber of every dimension with ``huber_c``, as in LCM's scripts, or
+    square. field: of the data's row, with the picture or video. num_noise_draws: times and noises a
+    row.
 
-    reward_weight: beta of -beta r(decode(x0)) beside the distance, x0 what the student predicts of
-    the data at t (Li et al. 2024, "Reward guided latent consistency distillation", RG-LCD);
-    every reward with a weight must then be differentiable.
+    reward_weight: beta of the additional loss -beta r(decode(x0)), x0 the student's prediction of
+    the data at t (Li et al. 2024, "Reward guided latent consistency distillation", RG-LCD); every
+    reward with a weight must then be differentiable.
     """
 
     requires = replace(SFT.requires, decisions="gaussian")
@@ -94,7 +94,7 @@ class Consistency(SFT, HasTeacher, FollowsReward, TracksOld):
         self.frozen.setup(policy)
 
     def setup_dry_run(self, policy: Policy) -> None:
-        # what counts passes through the network has no reward whose gradient could be followed
+        # the dry run has no differentiable reward
         self.reward_weight = 0.0
         self.requires = replace(self.requires, differentiates=False)
 
@@ -136,10 +136,10 @@ class Consistency(SFT, HasTeacher, FollowsReward, TracksOld):
 
     @torch.no_grad()
     def goal(self, policy: Policy, point: Point) -> Tensor:
-        """Return what the average predicts of the data one teacher's step nearer to it, [B, *]."""
+        """Return the average's prediction of the data one teacher step closer to it, [B, *]."""
         time = self.next_time(policy, point.time)
         state = self.frozen.earlier(policy, point, time)
-        # a network is not asked at 0, where nothing is left to predict
+        # the network is not called at 0, where nothing is left to predict
         asked_time = torch.where(time > 0, time, point.time)
         with policy.weights.using("old"):
             predicted = few_step.clean(policy, few_step.at(point, state, asked_time))

@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: the few tokens whose log-prob and advantage covary most are held back.
+"""Clip-Cov and KL-Cov: restrain the few tokens whose log-prob and advantage covary most.
 
 Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models".
 The covariance of a token is (log p - mean log p) (A - mean A), the means over all tokens of the
@@ -79,10 +79,10 @@ class _Covariance(PolicyGradient):
 
 @OBJECTIVES.register("clip_cov")
 class ClipCov(_Covariance):
-    """Clip the ratio and take the gradient of a random few tokens of high covariance (Clip-Cov).
+    """Clip the ratio and detach a random few tokens of high covariance (Clip-Cov).
 
-    share: how many, of all tokens of the step; those that the ratio's clip left without gradient
-    are not drawn. low, high: between which their covariance lies. Others as in policy_gradient.
+    share: of all tokens of the step; tokens that the ratio's clip left without gradient are not
+    drawn. low, high: bounds of their covariance. Others as in policy_gradient.
     """
 
     def __init__(self, share: Share = 2e-4, low: float = 1.0, high: float = 5.0, **options: Any):
@@ -106,8 +106,7 @@ class ClipCov(_Covariance):
         return inside & (draw <= draws[count - 1]) if count else torch.zeros_like(inside)
 
     def _free(self, point: Point, measured: Tensor) -> Point:
-        """Without the tokens that are clipped: held back, they would use up the share and change
-        nothing."""
+        """Exclude clipped tokens: holding them back would use up the share and change nothing."""
         recorded = torch.where(point.mask, point.recorded, 0.0)
         old = point.old(measured, recorded)
         advantage = self.surrogate.advantage(point)
@@ -121,10 +120,10 @@ class ClipCov(_Covariance):
 
 @OBJECTIVES.register("kl_cov")
 class KLCov(_Covariance):
-    """Let the tokens of highest covariance pay for |log ratio|, and clip no ratio (KL-Cov).
+    """Penalise |log ratio| of the tokens of highest covariance, without a clip (KL-Cov).
 
-    share: how many, of all tokens of the step. weight: of |log ratio|. Others as in
-    policy_gradient, which has no surrogate here.
+    share: of all tokens of the step. weight: of |log ratio|. Others as in policy_gradient, which
+    has no surrogate here.
     """
 
     not_options = ("surrogate", "clip_range")

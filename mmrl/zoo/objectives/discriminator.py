@@ -1,5 +1,5 @@
 """The GAN of distribution matching distillation: a small head on the fake model's hidden states
-tells noised pictures of the data from noised samples of the student (DMD2)."""
+distinguishes noised pictures of the data from noised samples of the student (DMD2)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ HELD = 4096  # encoded pictures that are remembered
 
 @dataclass(frozen=True)
 class Gan:
-    """Says how the discriminator counts.
+    """Options of the discriminator.
 
     weight: of the student's non-saturating loss, log(1 + exp(-D)) at its noised predictions.
-    critic_weight: of the discriminator's own loss beside the fake model's. Both defaults are those
-    of the published code. field: of the data's row, that holds a real picture or video.
+    critic_weight: of the discriminator's loss, added to the fake model's. Both defaults are those
+    of the published code. field: of the data's row, with a real picture or video.
     """
 
     weight: Annotated[float, Gt(0)] = 3e-3
@@ -38,9 +38,9 @@ class Gan:
 
 
 class Discriminator(nn.Module):
-    """Judges hidden states, token by token: the mean of what a small network says of each.
+    """Scores hidden states: the mean of a small network's output over the tokens.
 
-    It has no weights before ``grow`` knows how wide the states are.
+    It has no weights before ``grow``, which needs the width of the states.
     """
 
     layers: nn.Sequential
@@ -50,7 +50,7 @@ class Discriminator(nn.Module):
         self.layers = nn.Sequential()
 
     def grow(self, width: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Make the weights, the same whoever makes them."""
+        """Make the weights, the same on all processes."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             layers = nn.Sequential(
@@ -75,8 +75,8 @@ def by_token(hidden: Tensor) -> Tensor:
 
 
 def middle_block(net: nn.Module) -> nn.Module:
-    """Return the middle block of a network: a UNet's own, or of its longest row of blocks. Raises
-    UserError where there is none."""
+    """Return the middle block of a network: a UNet's mid block, or that of its longest list of
+    blocks. Raises UserError where there is none."""
     middle = getattr(net, "mid_block", None)
     if isinstance(middle, nn.Module):
         return middle
@@ -89,9 +89,9 @@ def middle_block(net: nn.Module) -> nn.Module:
 
 @contextmanager
 def reading(net: nn.Module, rows: int) -> Iterator[Callable[[], Tensor]]:
-    """Catch what the middle block gives in the next pass of ``rows`` rows through a network; the
-    block's tensor that has the most numbers, where it gives several. What is yielded returns it,
-    [rows, ...]: what fills a pass up comes behind them."""
+    """Capture the middle block's output in the next pass of ``rows`` rows; of several tensors the
+    largest. Yields a function that returns it, [rows, ...], without the padding rows at the
+    end."""
     caught: list[Tensor] = []
 
     def catch(_: nn.Module, __: Any, output: Any) -> None:
@@ -117,11 +117,11 @@ def reading(net: nn.Module, rows: int) -> Iterator[Callable[[], Tensor]]:
 
 
 class Pictures:
-    """Encodes the real pictures of prompts, and remembers the last of them, on the CPU."""
+    """Encodes the real pictures of prompts, and caches the latest on the CPU."""
 
     def __init__(self, field: str):
         self.field = field
-        # by identity; the value is held, so that no other gets its identity
+        # by identity; the value is kept, so that its id is not reused
         self.known: OrderedDict[int, tuple[Any, Tensor]] = OrderedDict()
 
     def latents(self, policy: Policy, rollout: Rollout) -> Tensor:

@@ -1,5 +1,5 @@
-"""On-policy distillation: the policy samples, frozen teachers say at each of its states what they
-would have done, and the policy moves toward them in closed form."""
+"""On-policy distillation: the policy samples, frozen teachers give their distributions at its
+states, and the policy minimises the divergence from them in closed form."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Teacher:
-    """Names a frozen model that says what it would have done.
+    """Specifies a frozen teacher.
 
-    policy: as in the section ``policy``: of the same family, with its tokens or latents and its
-    steps; its size, weights, adapters, precision and guidance are its own. weight: of its
-    divergence among those of the teachers. remote: in place of policy, the address of ``mmrl
-    serve-teacher`` in another process or on another machine, where that policy is named.
+    policy: as in the section ``policy``: of the same family, with the same tokens or latents and
+    the same steps; size, weights, adapters, precision and guidance may differ. weight: of its
+    divergence among those of the teachers. remote: instead of policy, the address of ``mmrl
+    serve-teacher`` in another process or on another machine, which has the policy.
     """
 
     policy: Annotated[Callable[[], Policy], POLICIES, LATER] | None = None
@@ -52,9 +52,8 @@ class Distill(PolicyGradient, HasTeacher):
     (Agarwal et al. 2024, GKD; Lu and Thinking Machines 2025, "On-policy distillation"). The
     gradient goes through the policy's distribution there, not through what it sampled.
 
-    Rewards say how far it has come; they are trained on only with ``reward_weight``, the weight of
-    their policy gradient beside it, whose options are those of policy_gradient. Without, no
-    advantage is looked at.
+    Rewards only monitor progress, unless ``reward_weight`` adds their policy gradient with this
+    weight, whose options are those of policy_gradient. Without it no advantage is used.
     """
 
     requires = replace(PolicyGradient.requires, mixes=False, proportional=False)
@@ -107,7 +106,7 @@ class Distill(PolicyGradient, HasTeacher):
         if self.reward_weight:
             return loss + self.reward_weight * super().loss_at(policy, point, dist)
         at = self.scored(policy, point, dist)
-        # the gate looks at what rounding makes of it
+        # the gate compares the rounded value
         observe("log_ratio", at.logp - at.recorded, point.current())
         return loss
 
@@ -166,8 +165,8 @@ def _frozen(teacher: Policy) -> Policy:
 
 
 def _check_steps(dist: Gaussian, teacher_dist: Dist) -> None:
-    """Raise ValueError where two models take steps of different noise: then samples of the one say
-    little of the other."""
+    """Raise ValueError where the steps of two models have different noise: then samples of one are
+    unlikely under the other."""
     if not isinstance(teacher_dist, Gaussian) or not torch.allclose(
         dist.std.detach(), teacher_dist.std.to(dist.std), rtol=1e-3, atol=1e-6
     ):

@@ -1,5 +1,5 @@
-"""Distribution matching distillation: a student of few steps learns to have its teacher's
-distribution, as the difference of two scores says."""
+"""Distribution matching distillation: a few-step student learns its teacher's distribution from the
+difference of two scores."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from mmrl.zoo.objectives.discriminator import (
 from samplers.noise import Rng
 from samplers.processes import noised
 
-FAKE = "fake"  # the snapshot that learns what the student makes
+FAKE = "fake"  # the snapshot that learns the student's distribution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noising(Fields):
-    """Says how what the student predicts at a point is noised again."""
+    """Says how the student's prediction at a point is noised again."""
 
     time: Tensor  # [B]
     noise: Tensor  # [B, *]
@@ -64,27 +64,27 @@ Range = tuple[float, float]
 
 @OBJECTIVES.register("dmd")
 class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
-    """Match a many-step teacher's distribution by a student of few steps (DMD, as DMD2 has it).
+    """Match a many-step teacher's distribution with a few-step student (DMD, as in DMD2).
 
     Yin et al. 2024, "One-step diffusion with distribution matching distillation", eq. 7 and 8, and
-    "Improved distribution matching distillation", without regression: the student samples
-    by its own steps; at a random one it predicts the data, which gets fresh noise; there the
-    teacher ("real") and a model of the student's own samples ("fake") say what the data are, and
-    the student's prediction moves by their difference, over the mean distance of prediction and
-    teacher. Before each step the fake model takes ``fake_steps`` of its own, with the denoising
-    loss on such predictions. It is a snapshot that learns, beginning from the student's weights
-    (with lora: adapters on the same base), with an optimizer like the student's.
+    "Improved distribution matching distillation", without regression: the student samples with its
+    few steps; at a random one it predicts the data, which gets fresh noise; there the teacher
+    ("real") and a model of the student's samples ("fake") predict the data, and the student's
+    prediction moves by their difference, over the mean distance of prediction and teacher. Before
+    each step the fake model takes ``fake_steps`` steps with the denoising loss on such predictions.
+    It is a trained snapshot, initialised from the student's weights (with lora: adapters on the
+    same base), with an optimizer like the student's.
 
-    teacher: a policy with the student's latents and conditions; null: the weights the run begins
-    with. guidance_scale: of the teacher. fake_lr: the learning rate of the fake model; null: that
-    of the optimizer. time_range: between which times the scores are compared, 1 being noise.
-    gan: a discriminator on the hidden states of the fake model's middle block, which learns in its
-    steps to tell real pictures of the data from the student's predictions, both noised; null: none.
+    teacher: a policy with the student's latents and conditions; null: the initial weights.
+    guidance_scale: of the teacher. fake_lr: the learning rate of the fake model; null: that of the
+    optimizer. time_range: of the times at which the scores are compared; 1 is noise. gan: a
+    discriminator on the hidden states of the fake model's middle block, trained together with it to
+    distinguish real pictures of the data from the student's predictions, both noised; null: none.
 
-    Rewards say how far it has come; they are trained on only with ``reward_weight``, the weight of
-    their policy gradient beside the matching (Jiang et al. 2025, "Distribution matching
-    distillation meets reinforcement learning"), at the steps of the same samples that drew noise.
-    Its options are those of policy_gradient. Each of the two losses is a mean over its own points.
+    Rewards only monitor progress, unless ``reward_weight`` adds their policy gradient with this
+    weight (Jiang et al. 2025, "Distribution matching distillation meets reinforcement learning"),
+    at the stochastic steps of the same samples. Its options are those of policy_gradient. Each of
+    the two losses is a mean over its own points.
     """
 
     requires = Requires("gaussian")
@@ -154,7 +154,7 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
         return Critic(FAKE, score, self.fake_steps, self.fake_lr, self.judge)
 
     def setup_dry_run(self, policy: Policy) -> None:
-        self.judge = None  # what counts passes has no pictures
+        self.judge = None  # the dry run has no pictures
 
     def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
         return ""  # its surrogates are of single decisions
@@ -174,8 +174,7 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
             yield from policy.path(self.trained_share(rollout, rng.fold("decisions")))
 
     def before_step(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
-        """Scale states that are matched and decisions to means over their own numbers, of all
-        processes."""
+        """Scale matched states and decisions to means over their numbers on all processes."""
         if not self.reward_weight:
             return
         device = masks[0][0].device if masks else None
@@ -208,8 +207,8 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
 
     @torch.no_grad()
     def direction(self, policy: Policy, point: Point, predicted: Tensor) -> Tensor:
-        """Return by what the student's predictions should fall, [B, *]: what the fake model takes
-        for the data, less what the teacher does, over the mean distance of the teacher's."""
+        """Return the direction [B, *] to subtract from the student's predictions: the fake model's
+        prediction less the teacher's, over the mean distance to the teacher's."""
         again = renoised(policy, point, predicted)
         real = self.frozen.clean(policy, again)
         process = few_step.many_step(few_step.process_of(policy))
@@ -221,8 +220,8 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
 
 @dataclass
 class FakeScore(Objective):
-    """Learns, as any diffusion model does, what the student makes: the denoising loss on what it
-    predicts of the data at its own states."""
+    """Learns the student's distribution: the denoising loss on the student's predictions of the
+    data at its own states."""
 
     requires = Requires("gaussian")
     time_range: Range = (0.02, 0.98)
@@ -233,7 +232,7 @@ class FakeScore(Objective):
         return [point if self.judge is None else self.judge.shown(policy, rollout, point, rng)]
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        """Compute the loss under the fake weights, which are in force."""
+        """Compute the loss under the fake weights, which are active."""
         with policy.weights.using(LIVE), torch.no_grad():
             predicted = few_step.clean(policy, point)
         again = renoised(policy, point, predicted)
@@ -257,7 +256,7 @@ class Judge(Head):
         self.pictures = Pictures(options.field)
 
     def shown(self, policy: Policy, rollout: Rollout, point: Point, rng: Rng) -> Point:
-        """Put the real picture of each row's prompt beside a point."""
+        """Add the real picture of each row's prompt to a point."""
         drawn = point.coupled(Noising)
         real = self.pictures.latents(policy, rollout)
         noise = rng.fold("real").normal(rollout.row_id, real.shape[1:], 0, real.dtype)
@@ -265,8 +264,8 @@ class Judge(Head):
         return point.replace(coupling=judged)
 
     def told_apart(self, policy: Policy, point: Point, again: Point) -> tuple[Tensor, Tensor]:
-        """Pass noised predictions and noised pictures through the fake model at once. Returns its
-        output at the first [B, *], and the weighted loss [B, 1] of telling them apart."""
+        """Pass noised predictions and noised pictures through the fake model in one batch. Returns
+        its output at the predictions [B, *], and the weighted classification loss [B, 1]."""
         drawn = point.coupled(Judged)
         process = few_step.many_step(few_step.process_of(policy))
         state = noised(process, drawn.real, drawn.real_noise, drawn.time)
@@ -281,8 +280,8 @@ class Judge(Head):
 
     def fooled(self, policy: Policy, point: Point, predicted: Tensor) -> Tensor:
         """Return the student's weighted loss [B, 1] at its predictions [B, *]: its gradient goes
-        through the fake model, whose weights and the head's it leaves alone. 0 before the
-        discriminator has begun to learn."""
+        through the fake model and the head, whose weights get none. 0 before the discriminator has
+        begun to learn."""
         if not self.module.grown:
             return torch.zeros_like(point.mask, dtype=predicted.dtype)
         with policy.weights.using(FAKE), unwrapped(policy), torch.enable_grad():
@@ -308,7 +307,7 @@ class Judge(Head):
 
 
 def visited(policy: Policy, rollout: Rollout, rng: Rng, time_range: Range) -> Point:
-    """Take a random state of each row's path, and draw how what is predicted there is noised."""
+    """Choose a random state of each row's path, and draw the noise for the prediction there."""
     process = few_step.process_of(policy)
     latents = rollout.latents
     row = torch.arange(len(rollout), device=rollout.group.device)
@@ -337,7 +336,7 @@ def visited(policy: Policy, rollout: Rollout, rng: Rng, time_range: Range) -> Po
 
 
 def renoised(policy: Policy, point: Point, predicted: Tensor) -> Point:
-    """Add the noise that was drawn for a point to the data predicted there."""
+    """Add a point's noise to the data predicted there."""
     drawn = point.coupled(Noising)
     process = few_step.many_step(few_step.process_of(policy))
     return few_step.at(point, noised(process, predicted, drawn.noise, drawn.time), drawn.time)

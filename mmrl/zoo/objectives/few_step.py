@@ -1,5 +1,5 @@
-"""What the objectives that distil a model to few steps share: the frozen teacher, and what a
-network says of the data at a state."""
+"""Shared by the objectives that distil a model to few steps: the frozen teacher, and a network's
+prediction of the data at a state."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def unfit(policy: Any) -> Iterator[tuple[str, str]]:
 
 
 class FrozenTeacher:
-    """Gives what a frozen many-step model predicts: another policy, or the weights that the run
-    began with (snapshot ``ref``), with classifier-free guidance."""
+    """Gives the predictions of a frozen many-step model with classifier-free guidance: another
+    policy, or the initial weights of the run (snapshot ``ref``)."""
 
     def __init__(self, make: Callable[[], Policy] | None, guidance: float, place: str):
         self.make = make
@@ -73,7 +73,7 @@ class FrozenTeacher:
         return velocity(self.policy.dist(guided))
 
     def process(self, policy: Policy) -> Process:
-        """Return how the teacher's output is read: it is no consistency model."""
+        """Return the process by which the teacher's output is read: it is no consistency model."""
         return many_step(process_of(self.policy or policy))
 
     def clean(self, policy: Policy, point: Point) -> Tensor:
@@ -105,11 +105,11 @@ def many_step(process: Process) -> Process:
 
 
 def at(point: Point, state: Tensor, time: Tensor) -> Point:
-    """Put another state [B, *] at another time [B] in the place of a point's."""
+    """Replace a point's state [B, *] and time [B]."""
     return point.replace(state=state, step=SamplerState(time=time), guidance=ONE)
 
 
 def clean(policy: Policy, point: Point) -> Tensor:
-    """Predict the data at a point by the weights in force, without guidance: [B, *]."""
+    """Predict the data at a point under the active weights, without guidance: [B, *]."""
     output = velocity(policy.dist(point.replace(guidance=ONE)))
     return process_of(policy).clean(point.state, output, point.time)

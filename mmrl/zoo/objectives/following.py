@@ -1,4 +1,4 @@
-"""Keeps the reference of an objective, which may follow the policy."""
+"""Keeps an objective's reference, which may follow the policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samplers.noise import Rng
 
 
 class Following(MovesSnapshots, Stateful):
-    """Has a reference, which starts anew and is saved with the run."""
+    """Has a reference that may be refreshed and is saved with the run."""
 
     reference: Reference
 

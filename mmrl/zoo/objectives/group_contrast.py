@@ -1,4 +1,4 @@
-"""Losses that set all good samples of a group against all bad ones at once."""
+"""Losses that contrast all good samples of a group with all bad ones at once."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class REAL(GroupLoss):
 
 @OBJECTIVES.register("multi_preference")
 class MultiPreference(GroupLoss):
-    """Set the good samples of a group against all of them: -log(sum_good w e^s / sum_all w e^s)
+    """Contrast the good samples of a group with all of them: -log(sum_good w e^s / sum_all w e^s)
     (MPO).
 
     Gupta et al. 2024, "Multi-preference optimization: Generalizing DPO via set-level contrasts"
     (SWEPO). s = beta R to the reference; good is a reward above the group's mean d = r - mean r,
-    and w = e^(alpha |d|): samples count by how far from the mean they are. With one sample on
-    either side and alpha 0 it is DPO. A group without both sides counts as 0.
+    and w = e^(alpha |d|): samples far from the mean weigh more. With one sample on either side and
+    alpha 0 it is DPO. A group without both sides counts as 0.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class DisCO(GroupLoss):
     optimization", the distributionally robust form: mean over good i of tau log mean over bad j of
     e^((s_j - s_i) / tau), and + beta max(0, KL - delta)^2 with KL = mean of -(log p - log p_old)
     over all decisions of the step, on all processes. score: "likelihood", s the mean log-prob
-    (tau 10 in the paper), or "ratio", e to the mean log-ratio (tau 1; theirs is the mean of the
-    decisions' ratios, the geometric one is our reading). Good is A > 0, bad A < 0: the paper's
-    rewards are 0 and 1.
+    (tau 10 in the paper), or "ratio", e to the mean log-ratio (tau 1; the paper has the arithmetic
+    mean of the decisions' ratios, the geometric one is our reading). Good is A > 0, bad A < 0: the
+    paper's rewards are 0 and 1.
     """
 
     not_options = ("anchor", "average", "num_noise_draws", "timestep_sampler")
@@ -124,7 +124,7 @@ class DisCO(GroupLoss):
         return torch.where(both_sides, rivals - followed, 0.0) + self._penalty(samples)
 
     def _share(self, samples: Samples, good: Tensor) -> Tensor:
-        """Return [R]: how much each good sample of a group counts; they sum to 1."""
+        """Return [R]: the weights of the good samples of a group, of sum 1."""
         weight = good.to(samples.ratio)
         return weight / samples.groups.sum(weight).clamp_min(1)
 
@@ -147,8 +147,7 @@ class DRPO(DisCO):
 
     Li et al. 2025, "DRPO: Efficient reasoning via decoupled reward policy optimization": the
     weights of a group's good samples sum to 1, so that a long right answer counts less, but is
-    never pushed down. A of a good sample is then what a secondary reward makes of it (published:
-    its length).
+    never made less likely. A of a good sample comes from a secondary reward (published: of length).
     """
 
     def __init__(self, temperature: Positive = 1.0, **options: Any):
@@ -163,13 +162,13 @@ class DRPO(DisCO):
 
 @OBJECTIVES.register("pacs")
 class PACS(GroupLoss):
-    """Tell right from wrong samples by cross-entropy, the score beta (R - mean of others' R)
+    """Classify right and wrong samples by cross-entropy, with score beta (R - mean of others' R)
     (PACS).
 
     Li et al. 2025, "Implicit actor critic coupling via a supervised learning framework for RLVR".
-    The label is A > threshold; a sample of exactly that advantage has none. ``advantage:
-    reinforce``, which leaves rewards as they are, with threshold 0.5 labels groups that are all
-    right, or all wrong, too.
+    The label is A > threshold; a sample of exactly that advantage has none. With ``advantage:
+    reinforce``, which leaves rewards as they are, and threshold 0.5, all-right and all-wrong groups
+    are labelled too.
     """
 
     def __init__(self, beta: Positive = 1.0, threshold: float = 0.0, **options: Any):

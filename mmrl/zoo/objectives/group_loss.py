@@ -1,4 +1,4 @@
-"""The seam of losses that compare the samples of a group by their log-ratios, one number each.
+"""The base of losses that compare the samples of a group by their log-ratios, one number each.
 
 A paper's loss is one line in those numbers (``of_group``). A sample's log-ratio R = log p - log
 p_anchor is a sum over its decisions, in however many passes they are scored: tokens, tokens that
@@ -45,7 +45,7 @@ SHARED = (
 
 
 class Groups:
-    """Sums over the groups of a step, back at every row. ``index`` [R] long."""
+    """Sums over the groups of a step, broadcast to the rows. ``index`` [R] long."""
 
     def __init__(self, group: Tensor):
         names, self.index = group.unique(return_inverse=True)
@@ -71,8 +71,8 @@ class Groups:
         return start.scatter_reduce(0, self.index, x, how)
 
     def log_sum_exp(self, x: Tensor, members: Tensor) -> Tensor:
-        """Return [R]: log of the sum of e^x over those of a row's group who are ``members`` [R]
-        bool; a group without any has -inf."""
+        """Return [R]: the logsumexp of x over the ``members`` [R] bool of a row's group; -inf for a
+        group without any."""
         top = self.extreme(x.detach().masked_fill(~members, -torch.inf), "amax")[self.index]
         top = top.masked_fill(top.isinf(), 0.0)
         total = self.sum(torch.where(members, (x - top).exp(), 0.0))
@@ -96,7 +96,7 @@ class Samples:
 class GroupLoss(Following, Couples):
     """``of_group``: [R] whose mean over the rows is the loss."""
 
-    # a sampler without noise has no log-ratios of paths
+    # paths of a deterministic sampler have no log-ratios
     requires = Requires(reads="decisions", visits=True, single_paths=True, offline=True)
 
     def __init__(
@@ -106,12 +106,12 @@ class GroupLoss(Following, Couples):
         num_noise_draws: Draws | None = None,
         timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal,
     ):
-        """Take what every loss of this kind has. anchor: the weights that R is relative to: old,
-        those that sampled; ref, the base; or a reference that follows the policy. average: R is a
-        mean over the decisions instead of a sum. num_noise_draws, timestep_sampler: of flow and
-        diffusion models, R is minus the excess denoising error of the finished sample, a mean over
-        so many times of the forward process with noise that the group shares; then any solver may
-        sample. null: R is that of the path."""
+        """Take the options of every loss of this kind. anchor: the weights that R is relative to:
+        old, the sampling weights; ref, the base; or a reference that follows the policy. average: R
+        is a mean over the decisions instead of a sum. num_noise_draws, timestep_sampler: for flow
+        and diffusion models, R is minus the excess denoising error of the finished sample, a mean
+        over this many times of the forward process with noise shared by the group; then any solver
+        may sample. null: R is that of the path."""
         self.anchor = anchor
         self.average = average or num_noise_draws is not None
         self.num_noise_draws = num_noise_draws
@@ -165,7 +165,7 @@ class GroupLoss(Following, Couples):
             return x.new_zeros(len(names), *x.shape[1:]).index_add(0, index, x)
 
         length = by_row(point.mask.sum(1))
-        # an idle pass has rows without decisions; one wait, not one for every tensor
+        # an idle pass has rows without decisions; one device sync, not one for every tensor
         rows = (length > 0).nonzero()[:, 0]
         totals = by_row(measured.detach())
         weighed = point.advantage.to(measured) * point.mask

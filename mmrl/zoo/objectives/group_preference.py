@@ -1,5 +1,4 @@
-"""Losses that want the better sample of a pair of one group above the worse one, and one that takes
-each sample by itself (KTO)."""
+"""Losses on pairs of a better and a worse sample of a group, and one on single samples (KTO)."""
 
 from __future__ import annotations
 
@@ -35,9 +34,9 @@ class _Pairwise(GroupLoss):
         anchor: AnchorName | Refresh = "old",
         **options: Any,
     ):
-        """Take what losses of pairs have. pairs: the best and the worst sample of a group, or all
-        pairs of different advantage. sft: weight of -log p of the better one (RPO, Liu et al. 2024,
-        "Provably mitigating overoptimization in RLHF")."""
+        """Take the options of all losses of pairs. pairs: the best and the worst sample of a group,
+        or all pairs of different advantage. sft: weight of -log p of the better one (RPO, Liu et
+        al. 2024, "Provably mitigating overoptimization in RLHF")."""
         super().__init__(anchor, **options)
         self.pairs = pairs
         self.sft = sft
@@ -96,10 +95,10 @@ class REBEL(_Pairwise):
     """Regress differences of rewards on those of log-ratios: ((R_i - R_j) / eta - (r_i - r_j))^2
     (REBEL).
 
-    Gao et al. 2024, "REBEL: Reinforcement learning via regressing relative rewards", eq. 6; shown
-    on texts and on images. Take ``advantage: dr_grpo``, whose differences are those of the rewards.
-    ``pairs: all`` takes every pair of different rewards in place of the best and the worst; with
-    ``train.group_size: 2``, as published, both are the pair.
+    Gao et al. 2024, "REBEL: Reinforcement learning via regressing relative rewards", eq. 6, for
+    text and images. Use ``advantage: dr_grpo``, whose differences are those of the rewards.
+    ``pairs: all`` uses every pair of different rewards instead of the best and the worst; with
+    ``train.group_size: 2``, as published, they are the same.
     """
 
     def __init__(self, eta: Positive = 1.0, **options: Any):
@@ -117,12 +116,12 @@ class DPO(_Pairwise):
     Rafailov et al. 2023, on pairs of the group, whose log-ratios are sums over tokens, revealed
     tokens or steps of the path (for a flow, D3PO has one comparison a step instead, diffusion_dpo
     one a denoising error). With ``sft`` it is RPO (Liu et al. 2024); with an anchor that follows
-    the policy, ``anchor: {every: 1, decay: 0.99}``, TR-DPO (Gorbatovski et al. 2024). Pairs that
-    others made take the place of samples with ``train.preferences``, and join them by
-    ``demonstrations: {number: 2, own_baseline: true}``. label_smoothing: the share e of pairs that
-    are thought to be the wrong way round: (1 - e) L(w, l) + e L(l, w) (Mitchell 2023, conservative
-    DPO). robust: its unbiased form, ((1 - e) L(w, l) - e L(l, w)) / (1 - 2 e) (Chowdhury et al.
-    2024, "Provably robust DPO").
+    the policy, ``anchor: {every: 1, decay: 0.99}``, TR-DPO (Gorbatovski et al. 2024). External
+    preference pairs replace the samples with ``train.preferences``, or are added by
+    ``demonstrations: {number: 2, own_baseline: true}``. label_smoothing: the assumed share e of
+    flipped pairs: (1 - e) L(w, l) + e L(l, w) (Mitchell 2023, conservative DPO). robust: its
+    unbiased form, ((1 - e) L(w, l) - e L(l, w)) / (1 - 2 e) (Chowdhury et al. 2024, "Provably
+    robust DPO").
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class SimPO(_Pairwise):
     log p over the number of decisions, gamma the margin wanted. With ``sft`` it is CPO-SimPO.
     """
 
-    # densities of steps have no scale of their own to compare by
+    # densities of steps have no natural scale to compare by
     requires = replace(GroupLoss.requires, decisions="categorical")
     not_options = ("anchor", "average")
 
@@ -176,7 +175,7 @@ class SimPO(_Pairwise):
 
 @OBJECTIVES.register("orpo")
 class ORPO(_Pairwise):
-    """Prefer by odds, beside the likelihood of the better: -log p_w - lambda log sigmoid(log odds
+    """Prefer by odds, plus the likelihood of the better: -log p_w - lambda log sigmoid(log odds
     ratio) (ORPO).
 
     Hong et al. 2024, "ORPO: Monolithic preference optimization without reference model"; p is the
@@ -198,22 +197,21 @@ class ORPO(_Pairwise):
 
 
 def _log_odds(logp: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) of log p < 0; p is held below 1."""
+    """Return log(p / (1 - p)) of log p < 0; p is clamped below 1."""
     logp = logp.clamp(max=-1e-7)
     return logp - (-logp.expm1()).log()
 
 
 @OBJECTIVES.register("kto")
 class KTO(GroupLoss):
-    """Make good answers likelier and bad ones less likely, each by itself, as people feel gains and
-    losses (KTO).
+    """Make good answers likelier and bad ones less likely, without pairs, by prospect theory (KTO).
 
     Ethayarajh et al. 2024, "KTO: Model alignment as prospect theoretic optimization": lambda_D (1 -
     sigmoid(beta (R - z))) of good answers, lambda_U (1 - sigmoid(beta (z - R))) of bad ones, R
     to the reference. An answer is good if its advantage is positive, bad if it is negative; with
-    ``train.preferences.label`` as the data say, so that no pairs are needed. z is the mean R of all
-    rows of the optimizer step, not below 0 and without gradient: so Diffusion-KTO (Li et al. 2024)
-    estimates it; the paper takes answers to other questions, which would have to be scored too.
+    ``train.preferences.label`` the data has the labels, so no pairs are needed. z is the mean R of
+    all rows of the optimizer step, at least 0 and without gradient, as in Diffusion-KTO (Li et al.
+    2024); the paper uses answers to other questions, which would have to be scored too.
     desirable_weight, undesirable_weight: lambda_D, lambda_U.
     """
 
@@ -250,15 +248,15 @@ class KTO(GroupLoss):
 
 @OBJECTIVES.register("ipo")
 class IPO(_Pairwise):
-    """Hold the margin of a pair at 1 / (2 tau): (R_w - R_l - 1 / (2 tau))^2 (IPO).
+    """Regress the margin of a pair to 1 / (2 tau): (R_w - R_l - 1 / (2 tau))^2 (IPO).
 
     Azar et al. 2023, "A general theoretical paradigm to understand learning from human
     preferences", eq. 17, whose preference is 0 or 1. ``average`` takes means over decisions, as TRL
     does. psi: the paper's Psi where preferences are probabilities: p(i > j) = sigmoid((A_i - A_j) /
     temperature), over the samples of the group; the margin is then (f_i - f_j) / tau, f_i the mean
     of Psi(p(i > j)) over j (eq. 7). identity: IPO's own; logit: Psi = log p / (1 - p), the
-    regularised reward of RLHF and DPO; sampled: eq. 17. With rewards that only rank the limit of
-    identity is eq. 17.
+    regularised reward of RLHF and DPO; sampled: eq. 17, the limit of identity for rewards that only
+    rank.
     """
 
     def __init__(
@@ -299,9 +297,9 @@ class CoPG(_Pairwise):
     """Contrast the regularised rewards of two samples: -(r_i - r_j) D + beta / 2 D^2 (CoPG).
 
     D = R_i - R_j to the reference. Flet-Berliac et al. 2024, "Contrastive policy gradient": the
-    gradient is that of log p, each sample's baseline the regularised reward r - beta R of the
-    other, so that no importance weight is needed whatever sampled; IPO is the case of rewards that
-    only rank. Take ``advantage: dr_grpo``.
+    gradient is that of log p, with the regularised reward r - beta R of the other sample as the
+    baseline, so that no importance weights are needed for off-policy samples; IPO is the case of
+    rewards that only rank. Use ``advantage: dr_grpo``.
     """
 
     def __init__(

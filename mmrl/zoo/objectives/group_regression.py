@@ -1,5 +1,5 @@
-"""Losses that ask how the log-ratios of a group's samples differ, as their rewards do:
-regressions, and offline policy gradients that belong to them."""
+"""Losses that regress differences of a group's log-ratios on those of rewards, and the offline
+policy gradients related to them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class GVPO(GroupLoss):
     """Minimise 1/2 sum_i ((R_i - mean R) - (r_i - mean r))^2 / (n - 1), R = beta log(p / p_old)
     (GVPO).
 
-    Zhang et al. 2025, "GVPO: Group variance policy optimization". Take ``advantage: dr_grpo``,
-    which is r - mean r. With the anchor ref it has the KL-constrained optimum of the paper,
-    whatever sampled.
+    Zhang et al. 2025, "GVPO: Group variance policy optimization". Use ``advantage: dr_grpo``, which
+    is r - mean r. With the anchor ref it has the KL-constrained optimum of the paper for any
+    sampling policy.
     """
 
     def __init__(self, beta: Positive = 0.1, **options: Any):
@@ -42,9 +42,9 @@ class GVPO(GroupLoss):
 class RegGRPO(GroupLoss):
     """Predict the advantage by the sample's log-ratio R: (A_i - beta (R_i - mean R))^2 (Reg-GRPO).
 
-    Park et al. 2025, DeepVideo-R1. No clip, no minimum. own_std: R counts in units of its own std
-    (population) in the group, as the advantage does of the rewards (the paper), in place of 1 /
-    ``beta``; of at least ``least_std``, since it is 0 on the first step (our reading).
+    Park et al. 2025, DeepVideo-R1. No clip, no minimum. own_std: R is divided by its std
+    (population) in the group, as the advantage is by that of the rewards (the paper), instead of
+    multiplied by ``beta``; by at least ``least_std``, since R is 0 on the first step (our reading).
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class RegGRPO(GroupLoss):
 
 @OBJECTIVES.register("opmd")
 class OPMD(GroupLoss):
-    """Take -A log p + tau / 2 R^2, REINFORCE held near the old policy, off-policy too (OPMD).
+    """REINFORCE kept near the old policy, also off-policy: -A log p + tau / 2 R^2 (OPMD).
 
     Kimi k1.5's form, as in Yao et al. 2025, "Group-relative REINFORCE is secretly an off-policy
-    algorithm". Take ``advantage: dr_grpo``, which is r - mean r; the sequence's log-ratio R is to
-    the weights that sampled.
+    algorithm". Use ``advantage: dr_grpo``, which is r - mean r; the sequence's log-ratio R is to
+    the sampling weights.
     """
 
     def __init__(self, tau: Positive = 1.0, **options: Any):
@@ -88,12 +88,12 @@ class OPMD(GroupLoss):
 
 @OBJECTIVES.register("a_lol")
 class ALoL(GroupLoss):
-    """Follow good samples only: -sg(clip(e^R)) max(A, 0) log p, a sample as one action (A-LoL).
+    """Train on good samples only: -sg(clip(e^R)) max(A, 0) log p, a sample as one action (A-LoL).
 
     Baheti et al. 2024, "Improving language models with advantage-based offline policy gradients".
-    clip_range: e^R, to the base, stays within 1 - and 1 + this; null: no weight at all (their
-    reference-free form). Theirs is the model's own value estimate subtracted: the advantage
-    ``pvpo`` with ``learned``; any other serves.
+    clip_range: e^R, to the base, is clipped to 1 +- this; null: no weight (their reference-free
+    form). The paper subtracts the model's value estimate: the advantage ``pvpo`` with ``learned``;
+    any other works too.
     """
 
     def __init__(

@@ -23,15 +23,15 @@ from samplers.warp import EntropyScale
 
 @OBJECTIVES.register("hapo")
 class HAPO(PolicyGradient):
-    """Follow the policy gradient with advantage and clip by each token's entropy (HAPO).
+    """Policy gradient with advantage and clip adapted to each token's entropy (HAPO).
 
-    Liu et al. 2025, "From uniform to heterogeneous". h in [-1, 1] is the place of log H among those
-    of the iteration, of the entropies that the policy records: (log H - median) / std, divided by
-    the largest or by minus the smallest there is (our reading of the published scales). The clip is
-    [1 - low (1 - clip_strength h), 1 + high] for h <= 0 and [1 - low, 1 + high (1 + clip_strength
-    h)] for h > 0: noisy sure tokens may fall further, unsure ones rise further. A is multiplied by
-    1 + advantage_strength h, for h > 0 where the ratio has left the inner half of the clip, for h
-    <= 0 inside it. clip_low, clip_high: low and high. Goes with the advantage hapo and the policy's
+    Liu et al. 2025, "From uniform to heterogeneous". h in [-1, 1] is the relative log H of a token
+    within the iteration, of the entropies that the policy records: (log H - median) / std, divided
+    by the largest or by minus the smallest (our reading of the published scales). The clip is [1 -
+    low (1 - clip_strength h), 1 + high] for h <= 0 and [1 - low, 1 + high (1 + clip_strength h)]
+    for h > 0: confident tokens may fall further, uncertain ones rise further. A is multiplied by 1
+    + advantage_strength h, for h > 0 where the ratio has left the inner half of the clip, for h <=
+    0 inside it. clip_low, clip_high: low and high. Use it with the advantage hapo and the policy's
     adaptive_temperature. Others as in policy_gradient.
     """
 
@@ -42,7 +42,7 @@ class HAPO(PolicyGradient):
 
     @staticmethod
     def records(options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the options of the policy under which it records what is looked at."""
+        """Name the policy's options that turn on the records needed."""
         return ("record_entropy",)
 
     def __init__(

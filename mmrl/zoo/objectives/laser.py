@@ -1,4 +1,4 @@
-"""LaSeR: the policy learns to judge its own answers by the token behind their last one."""
+"""LaSeR: the policy learns to judge its answers by the token after their last one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Answers:
         whole = torch.where(self.judged.mask[:, :length], ids, self.judged.target[:, :length])
         last = self.judged.target[:, length:]
         target = torch.cat([whole, last], 1)
-        # behind an answer stands the token that judges it
+        # the token after an answer judges it
         at = self.judged.mask.sum(1, keepdim=True) - 1
         target = target.scatter(1, at, self.judged.target.gather(1, at))
         return self.dist.log_prob(target)[:, :length]
@@ -52,17 +52,17 @@ class Answers:
 
 @OBJECTIVES.register("laser")
 class LaSeR(PolicyGradient):
-    """Follow the policy gradient and learn to judge each answer by one token behind it (LaSeR).
+    """Policy gradient that also learns to judge each answer by one token after it (LaSeR).
 
     Yang et al. 2025, "LaSeR: Reinforcement learning with last-token self-rewarding". Adds weight
     times the mean over answers of w (scale (log p(z | question, answer) - reference) - r)^2, in the
-    same pass: z is the policy's token self_score, r the outcome, and w makes right and wrong
-    answers count alike, (right + wrong) / (2 right) and / (2 wrong) of the iteration. outcome: the
-    reward that is r; null: the weighted sum. right: an answer is right from this reward on.
-    reference: log p of z under the base model, nats. balanced: false: w is 1. The mean over answers
-    is that of train.loss_agg_mode: seq_mean_token_mean. The verdict as a reward is last_token;
-    beside the outcome in advantage group with combine: aggregate it is the paper's mixture. Others
-    as in policy_gradient.
+    same pass: z is the policy's token self_score, r the outcome, and w balances right and wrong
+    answers, (right + wrong) / (2 right) and / (2 wrong) of the iteration. outcome: the reward r;
+    null: the weighted sum. right: an answer is right from this reward on. reference: log p of z
+    under the base model, nats. balanced: false: w is 1. The mean over answers is that of
+    train.loss_agg_mode: seq_mean_token_mean. The reward last_token is this verdict; together with
+    the outcome, in advantage group with combine: aggregate, it is the paper's mixture. Others as in
+    policy_gradient.
     """
 
     requires = replace(PolicyGradient.requires, decisions="one pass", proportional=False)
@@ -103,7 +103,7 @@ class LaSeR(PolicyGradient):
 
     @torch.no_grad()
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
-        """Remember what each answer earned; the rewards are those of policy_gradient."""
+        """Remember each answer's reward; the rewards are those of policy_gradient."""
         per_row = rewards.per_row()
         if self.outcome is not None and self.outcome not in per_row:
             raise UserError(

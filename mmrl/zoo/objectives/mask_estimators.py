@@ -1,10 +1,10 @@
-"""Where masked diffusion is asked: the states it visited, or finished samples of which tokens are
-hidden again.
+"""At which states masked diffusion is scored: those it visited, or finished samples with tokens
+masked again.
 
 An estimator is ``(policy, rollout, rng) -> points`` of all rows, with the weight of every decision
-in ``estimator_weight``. Only ``trajectory`` gives the gradient of the expected reward exactly,
-for what ``path`` scores exactly; the others estimate it from states that the sampler did not visit,
-and are published with different masks and weights.
+in ``estimator_weight``. Only ``trajectory`` gives the exact gradient of the expected reward, where
+``path`` scores exactly; the others estimate it from states that the sampler did not visit, each
+with its published masks and weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmrl.core.types import Point, Rollout
 from mmrl.policies.contracts import Remasks
 from samplers.noise import Rng
 
-# (policy, rollout, rng, epoch); epoch: which of several over the rollout, None: there is but one
+# (policy, rollout, rng, epoch); epoch: which of several over the rollout; None: there is only one
 Estimator = Callable[[Remasks, Rollout, Rng, int | None], list[Point]]
 Share = Annotated[float, Gt(0), Le(1)]
 Fields = Literal["uniform", "fading"]
@@ -42,7 +42,7 @@ def trajectory(
 ) -> list[Point]:
     """Score the passes of the sampler itself, which is exact.
 
-    ``passes``: so many random ones of each row, weighted T / passes."""
+    ``passes``: score only this many of a row's T passes, drawn at random, weighted T / passes."""
     points = list(policy.path(rollout))
     if passes is None or passes >= len(points):
         return points
@@ -65,7 +65,7 @@ def tracerl(
 ) -> list[Point]:
     """Score slices of the stored reveal order, ``shrink`` passes each (TraceRL, Wang et al. 2025).
 
-    A slice's tokens are scored where it and all later ones are hidden. With shrink 1 it is
+    A slice's tokens are scored with it and all later ones hidden. With shrink 1 this is
     ``trajectory`` of the emerge sampler."""
     part = rollout.tokens.commit_step // shrink
     return [policy.at(rollout, hide=part >= s, score=part == s) for s in range(int(part.max()) + 1)]
@@ -80,8 +80,8 @@ def d1(
     *,
     prompt: Annotated[float, Gt(-1e-9), Le(1)] = 0.15,
 ) -> list[Point]:
-    """Hide everything, and a share of the prompt at random, in one pass (diffu-GRPO, Zhao et al.
-    2025)."""
+    """Score in one pass with the answer and a random share of the prompt hidden (diffu-GRPO, Zhao
+    et al. 2025)."""
     cond = (
         policy.corrupted(rollout.cond, prompt, rng.fold("prompt")) if prompt > 0 else rollout.cond
     )
@@ -106,12 +106,12 @@ def mask_grpo(
     field: Fields = "uniform",
     fixed: bool = True,
 ) -> list[Point]:
-    """Hide tokens at a rate of ``low`` to 1: images 0.8, text 0.6 and fading (MaskGRPO, Ma et al.
+    """Hide tokens at rates from ``low`` to 1: images 0.8, text 0.6 and fading (MaskGRPO, Ma et al.
     2025).
 
-    The rates are low + (1 - low) n / updates; of them ``draws`` are looked at in each optimizer
-    step. With several epochs every row meets each rate once, from low to high as published, before
-    one comes again; with one epoch they are drawn at random. field: "fading" hides late tokens more
+    The rates are low + (1 - low) n / updates; each optimizer step uses ``draws`` of them. With
+    several epochs every row sees each rate once, from low to high as published, before one is
+    repeated; with one epoch they are drawn at random. field: "fading" hides late tokens more often
     than early ones. fixed: false repeats a defect of the published code, whose loss mask is the sum
     of the masks of all rates, so that visible tokens are trained on too.
     """
@@ -141,8 +141,8 @@ def uni_grpo(
 ) -> list[Point]:
     """Average over tokens hidden at random rates (UniGRPO of MMaDA, Yang et al. 2025).
 
-    A rate is uniform in (0, 1), or one of those evenly spaced from there to 1, ``updates`` in all;
-    ``draws`` random ones of them in each optimizer step."""
+    The first rate is uniform in (0, 1), the others are evenly spaced from it to 1, ``updates`` in
+    all; each optimizer step uses ``draws`` random ones."""
     first = rng.fold("first").uniform(rollout.row_id)  # [B]
     rates = [
         first + (1 - first) * n / max(updates - 1, 1)
@@ -166,8 +166,8 @@ def schedule_matched(
 ) -> list[Point]:
     """Score tokens hidden at the sampler's own rates k_t, weighted (k_t - k_t+1) / k_t.
 
-    It is what the passes would score if the order were drawn from its prior. ``passes``: so many
-    random ones, weighted T / passes."""
+    This is what the passes would score if the order were drawn from its prior. ``passes``: score
+    only this many of the T passes, drawn at random, weighted T / passes."""
     steps = len(policy.rates) - 1
     chosen = range(steps) if passes is None else rng.permutation(steps, step=1)[:passes].tolist()
     points = []
@@ -233,13 +233,13 @@ def udm_grpo(
     starts: Count = 3,
     window: Count = 3,
 ) -> list[Point]:
-    """Score finished tokens, hidden anew at ``window`` adjacent early rates of the sampler (UDM-
-    GRPO).
+    """Score finished tokens, masked again at ``window`` adjacent early rates of the sampler
+    (UDM-GRPO).
 
-    UDM-GRPO trains discrete flows whose noise is uniform tokens; here noise is hidden tokens. As
-    there, the action of every step is the finished sample, states come from the forward process,
-    the first of the adjacent steps is drawn from ``starts``, and a step counts by the mean over its
-    tokens. The ratio is of every token, there of their mean.
+    UDM-GRPO trains discrete flows with uniform noise; here the noise is masking. As there, the
+    action of every step is the finished sample, states come from the forward process, the first of
+    the adjacent steps is drawn from ``starts``, and a step's loss is the mean over its tokens. The
+    ratio is per token here, of their mean there.
     """
     first = int(rng.permutation(starts)[0])
     steps = len(policy.rates) - 1
@@ -255,7 +255,7 @@ def udm_grpo(
 
 @ESTIMATORS.register("sepo")
 def sepo(policy: Remasks, rollout: Rollout, rng: Rng, epoch: int | None = None) -> list[Point]:
-    """Compare with the samples one token away, L passes (SEPO, Zekri and Boulle 2025).
+    """Compare with the samples one token away, in L passes (SEPO, Zekri and Boulle 2025).
 
     With q_i = p(x_i | all others) the concrete score of a neighbour y is s_y = q_i(y_i) / q_i(x_i),
     and the gradient of the marginal is -sum_y pi_y grad log s_y, pi the self-normalised s. Over all
@@ -301,23 +301,23 @@ def _ascending(name: str, low: float, high: float) -> None:
 
 
 def _hidden(rng: Rng, rollout: Rollout, rate: Tensor, field: Fields = "uniform") -> Tensor:
-    """Return [B, L] bool: hidden at a rate [] or [B], the same whatever weights look at it."""
+    """Return [B, L] bool: hidden at a rate [] or [B], the same under all weights."""
     draw = rng.uniform(rollout.row_id, (rollout.tokens.commit_step.shape[1],))
     rate = rate.to(draw)
     return draw > fading(rate, draw.shape[1]) if field == "fading" else draw < rate.reshape(-1, 1)
 
 
 def _due(epoch: int | None, rng: Rng, updates: int, draws: int) -> list[int]:
-    """Say which ``draws`` of the rates 0 to ``updates`` - 1 this epoch looks at; where there is but
-    one, random ones."""
+    """Choose the ``draws`` of the rates 0 to ``updates`` - 1 for this epoch; random ones if there
+    is only one epoch."""
     if epoch is None:
         return rng.permutation(updates, step=1)[:draws].tolist()
     return [(epoch * draws + i) % updates for i in range(min(draws, updates))]
 
 
 def _means(points: list[Point]) -> list[Point]:
-    """With ``seq_mean_token_mean``, the mean over points of the mean over a point's own
-    decisions."""
+    """Weigh points so that ``seq_mean_token_mean`` is the mean over points of the mean over each
+    point's decisions."""
     total = sum(point.mask.sum(1, keepdim=True) for point in points)
     return [
         p.replace(estimator_weight=total / (len(points) * p.mask.sum(1, keepdim=True).clamp_min(1)))
@@ -330,7 +330,7 @@ SEVERAL = (trajectory, tracerl, schedule_matched, coupled, udm_grpo, sepo)
 
 
 def several_passes(estimator: Estimator) -> bool:
-    """Tell whether it is known that a sample's tokens are scored in more than one pass."""
+    """Tell whether a sample's tokens are known to be scored in more than one pass."""
     plain = getattr(estimator, "func", estimator)
     chosen = getattr(estimator, "keywords", {})
     if plain is schedule_matched and chosen.get("passes") == 1:

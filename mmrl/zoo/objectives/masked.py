@@ -30,11 +30,11 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("masked")
 class Masked(PolicyGradient, CountsEpochs):
-    """Follow the policy gradient of masked diffusion: exact, MaskGRPO, UniGRPO, d1, TraceRL ...
+    """Policy gradient of masked diffusion: exact, MaskGRPO, UniGRPO, d1, TraceRL ...
 
     estimator: the states that are scored, and with what weights. surrogate: the loss of ratio and
-    advantage. kl: its weight, or all its choices; entropy: likewise. Ratios at states that were not
-    visited are to the weights of the iteration's start, which are kept, at the very same masks.
+    advantage. kl: its weight, or all its options; entropy: likewise. Ratios at states that were not
+    visited are to a snapshot of the weights at the iteration's start, at the same masks.
     """
 
     requires = replace(PolicyGradient.requires, decisions="masked")
@@ -80,8 +80,8 @@ class Masked(PolicyGradient, CountsEpochs):
         return self.requires.single_paths and several_passes(self.estimator)
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
-        """Return what sampling recorded, or at a state that it did not visit, what its
-        weights say of it."""
+        """Return the recorded log-probs, or at a state that sampling did not visit, those of the
+        sampling weights."""
         if point.logprob is not None:
             return point.logprob
         if point.on_policy:

@@ -48,8 +48,8 @@ class DiffusionDPO(_Following):
     Wallace et al. 2024, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14,
     on fresh pairs: with e the denoising error and D = e - e_ref, minimises -log sigmoid(-(beta / 2)
     (D_best - D_worst)). Groups of equal advantages make no pair. num_noise_draws, timestep_sampler:
-    how many times of the forward process a pair is looked at, and which. refresh: the reference
-    follows the policy (TR-DPO, Gorbatovski et al. 2024); null: it stays the base.
+    number and distribution of a pair's times of the forward process. refresh: the reference follows
+    the policy (TR-DPO, Gorbatovski et al. 2024); null: it stays the base.
     """
 
     requires = Requires("gaussian", reads="sample", offline=True)
@@ -94,7 +94,7 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
     """Return [B] bool: the rows of highest and of lowest advantage of each group, the first ones
     where several are equal.
 
-    With ``rng`` the rival of the best is not the worst but any one of lower advantage.
+    With ``rng`` the best is paired not with the worst but with a random one of lower advantage.
     """
     alive = rollout.alive().long()
     # every transfer waits for the device: one for all whole numbers
@@ -173,7 +173,7 @@ class D3PO(_Following):
 @OBJECTIVES.register("seppo")
 @dataclass
 class SePPO(MovesSnapshots, Couples):
-    """Compare the best sample with another of an earlier checkpoint, which may count as good
+    """Compare the best sample with another, which may count as good, of an earlier checkpoint
     (SePPO).
 
     Zhang et al. 2024, "SePPO: Semi-Policy Preference Optimization for Diffusion Alignment". In
@@ -199,7 +199,7 @@ class SePPO(MovesSnapshots, Couples):
         self.behavior_policy = self.snapshots[0]
 
     def begin_iteration(self, weights: Weights, iteration: int, rng: Rng) -> None:
-        """Remember the live weights, or not; then draw the checkpoint that samples and is the
+        """Possibly store the live weights; then draw the checkpoint that samples and is the
         reference."""
         slot = iteration if iteration < self.pool else _below(rng.fold("slot"), iteration + 1)
         if slot < self.pool:
@@ -225,7 +225,7 @@ class SePPO(MovesSnapshots, Couples):
         pair = comparisons(point)
         wins = point.advantage > summed(point.advantage, pair)[pair] / 2
         flip = summed(torch.where(wins, measured, 0.0), pair)[pair].sign()
-        # as good as the model: nothing says that its sample is good
+        # a reference only as good as the model: its sample does not count as good
         flip = torch.where(flip == 0, -1.0, flip)
         side = torch.where(wins, torch.ones_like(flip), flip)
         score = (summed(side * measured, pair) * self.beta / 2)[pair]

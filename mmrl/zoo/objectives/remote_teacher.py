@@ -1,5 +1,4 @@
-"""Asks teachers in other processes or on other machines what they would have done: the client of
-``mmrl serve-teacher``."""
+"""Queries teachers in other processes or on other machines: client of ``mmrl serve-teacher``."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ WORDS = Words(
 
 
 class RemoteTeacher:
-    """Asks servers of one teacher. ``signature``: what the first that answers says of it."""
+    """Queries the servers of one teacher. ``signature``: from the first that responds."""
 
     def __init__(self, options: RemoteOptions, place: str):
         """``place``: of the options in the configuration, for messages."""
@@ -49,7 +48,7 @@ class RemoteTeacher:
         self.longest = int(options.max_answer_mib * 2**20)
 
     def signature(self) -> dict[str, Any]:
-        """Return what the teacher has to share with the policy, as the server describes it."""
+        """Return the server's description of what teacher and policy must have in common."""
 
         def ask(server: Server) -> Any:
             response = self.client.get(f"{server.url}/info", extensions={"longest": 2**20})
@@ -71,8 +70,8 @@ class RemoteTeacher:
         return described
 
     def reference(self, point: Point, dist: Dist) -> Dist:
-        """Return the teacher's distribution at a point, as far as the divergence of the policy's,
-        ``dist``, reads it. Raises KeyError or ValueError where it is of another kind."""
+        """Return the teacher's distribution at a point, with what a divergence from the policy's,
+        ``dist``, needs. Raises KeyError or ValueError where it is of another kind."""
         sendable = cast(Sendable, dist)
         student = sendable.shown(sendable.asks()) if self.options.top_k else {}
         widths = {name: tensor.shape[-1] for name, tensor in student.items()}
@@ -87,7 +86,7 @@ class RemoteTeacher:
     def _asked(
         self, point: Point, dist: Sendable, widths: dict[str, int]
     ) -> dict[str, torch.Tensor]:
-        """Ask one question. ``widths``: of the student's vocabularies, where an answer is short."""
+        """Send one request. ``widths``: of the student's vocabularies, for top-k responses."""
         message = question(point, dist, self.options.precision != "exact")
         if self.options.top_k is not None:
             message |= {"top_k": self.options.top_k, "widths": widths}
@@ -128,7 +127,7 @@ class RemoteTeacher:
         }
 
     def _tried(self, ask: Any) -> Any:
-        """Ask one server after another, until one answers. Raises UserError if none does."""
+        """Try one server after another, until one responds. Raises UserError if none does."""
         self.servers.wake()
         tries = Tries(self.servers, self.options.retries, self.options.backoff, threading.Event())
         while tries.left >= 0:
@@ -145,7 +144,7 @@ class RemoteTeacher:
         )
 
     def _revived(self) -> Server:
-        """Take a server though none is left: nothing goes on without an answer."""
+        """Retry all servers when none is left: training cannot continue without one."""
         for server in self.servers.all:
             server.dead = server.silent = False
         revived = self.servers.take([])
@@ -154,5 +153,5 @@ class RemoteTeacher:
 
 
 def _body(server: Server, response: httpx.Response) -> bytes:
-    """Return the body of an answer. Raises Failed where trying again may help, else UserError."""
+    """Return the body of a response. Raises Failed where a retry may help, else UserError."""
     return body(response, f"teacher {server.url}", WORDS)

@@ -1,4 +1,4 @@
-"""Differentiable rewards: follow their gradient back through the last steps of the sampler."""
+"""Differentiable rewards: backpropagate their gradient through the last steps of the sampler."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
 @OBJECTIVES.register("draft")
 @dataclass
 class Draft(FollowsReward):
-    """Climb a differentiable reward through the sampler's last ``last`` steps (DRaFT, ROCM).
+    """Maximise a differentiable reward through the sampler's ``last`` last steps (DRaFT, ROCM).
 
     Clark et al. 2024, "Directly Fine-Tuning Diffusion Models on Differentiable Rewards" (DRaFT-K;
     null: all steps); Shekhar and Zhang 2025, "ROCM: RLHF on consistency models", which adds ``kl``
     times a divergence to the reference's transitions: kl, hellinger, total_variation or chi2, per
-    dimension; a divergence makes it ROCM on a consistency model. Steps with noise repeat the noise
-    that was drawn. Every reward with a weight must be differentiable.
+    dimension; with a divergence, on a consistency model, it is ROCM. Stochastic steps reuse the
+    noise that was drawn. Every reward with a weight must be differentiable.
     """
 
-    # it draws the noise of single paths again
+    # it redraws the noise of single paths
     requires = Requires("gaussian", single_paths=True, differentiates=True)
     last: Count | None = 1
     kl: Annotated[float, Ge(0)] = 0.0
@@ -139,7 +139,7 @@ class AdjointMatching(FollowsReward):
             dist = as_gaussian(policy.dist(step), STEPS)
             base = as_gaussian(frozen(policy, "ref", step), STEPS)
             if not (dist.std > 0).all():
-                continue  # without noise a step cannot be controlled
+                continue  # a step without noise has no control
             off = (dist.mean - base.mean) / dist.std + dist.std * adjoint
             total = total + 0.5 * off.square().flatten(1).mean(1, keepdim=True)
         return total

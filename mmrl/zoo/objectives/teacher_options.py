@@ -1,4 +1,4 @@
-"""Defines the options of a teacher that another process serves."""
+"""Defines the options of a teacher served by another process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mmrl.core.numbers import Count
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """Says how a teacher elsewhere is asked.
+    """Says how to query a remote teacher.
 
     url: address of ``mmrl serve-teacher``, or several that serve the same teacher. token_file: a
     file whose first line is the token; null: the environment variable MMRL_TEACHER_TOKEN.
-    certificate: a file of certificates that https is checked by; null: those of the machine.
-    timeout: seconds for one answer. retries: further tries of a question, elsewhere if possible.
-    backoff: seconds before a second try at the same server, doubled each time, with jitter.
-    retry_seconds: how long servers that are full or not there are waited for.
-    max_rows: rows of one question; null: those of a pass. max_answer_mib: the longest answer that
-    is read. precision: of the answers on the way; bfloat16 halves them. top_k: of every token's
-    distribution an answer holds the teacher's so many likeliest tokens, and the mass of all others
-    together: the divergence of these categories, which is at most that over all tokens; null: all.
+    certificate: a file of certificates to verify https with; null: those of the machine. timeout:
+    seconds for one response. retries: of a request, at another server if possible. backoff: seconds
+    before a retry at the same server, doubled each time, with jitter. retry_seconds: how long to
+    wait for servers that are full or unreachable. max_rows: rows of one request; null: those of a
+    pass. max_answer_mib: the largest response that is read. precision: of the responses in transit;
+    bfloat16 halves them. top_k: for every token, send only the teacher's k likeliest tokens and the
+    total mass of the others: the divergence over these categories is at most that over all tokens;
+    null: all.
     """
 
     url: str | list[str]

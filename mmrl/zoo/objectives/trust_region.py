@@ -26,7 +26,7 @@ CLAMP = 0.99  # of the time in the published standard deviation
 @OBJECTIVES.register("flow_dppo")
 @dataclass
 class FlowDPPO(Objective):
-    """Take -A rho, or 0 where the KL to the old policy is large and would grow (Flow-DPPO).
+    """The loss -A rho, or 0 where the KL to the old policy is large and would grow (Flow-DPPO).
 
     As in Tencent's UniRL (2026). The KL is mean_d (mu - mu_old)^2 / (2 std^2), a mean over the
     dimensions; a decision is dropped if it reaches ``threshold`` while rho > 1 and A > 0, or rho <

@@ -1,5 +1,5 @@
-"""The objective of rows with a text and an image: that of text, with an entropy of its own for each
-segment."""
+"""The objective of rows with a text and an image: that of text, with a separate entropy target for
+each segment."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Positive = Annotated[float, Gt(0)]
 
 @dataclass(frozen=True)
 class Steered:
-    """Holds the entropy at ``target`` nats a token (ReasonGen-R1, Zhang et al. 2025): the loss
-    has alpha H, where alpha = sinh(psi), |alpha| <= ``most``, and psi follows H - target after
-    every iteration: entropy above the target costs, below it is a gain. ``rule`` adam is the
+    """Keeps the entropy at ``target`` nats a token (ReasonGen-R1, Zhang et al. 2025): the loss has
+    alpha H, where alpha = sinh(psi), |alpha| <= ``most``, and psi follows H - target after every
+    iteration: entropy above the target is penalised, below it rewarded. ``rule`` adam is the
     published one, Adam on psi at ``rate``; plain adds ``rate`` (H - target)."""
 
     target: Positive
@@ -36,8 +36,8 @@ class Steered:
 
 @dataclass
 class Moments:
-    """Holds Adam's running means of the gradient and its square, and how many steps there were
-    (Kingma and Ba 2015, with their constants)."""
+    """Holds Adam's running means of the gradient and its square, and the number of steps (Kingma
+    and Ba 2015, with their constants)."""
 
     mean: float = 0.0
     square: float = 0.0
@@ -55,8 +55,8 @@ class Moments:
 
 @dataclass
 class SteeredEntropy(EntropyBonus):
-    """entropy: of all tokens: weight of a bonus, or all its choices. steer_text, steer_image:
-    entropy targets of the segments; None: left alone."""
+    """entropy: of all tokens: weight of a bonus, or all its options. steer_text, steer_image:
+    entropy targets of the segments; None: no target."""
 
     steer_text: Steered | None = None
     steer_image: Steered | None = None
@@ -119,7 +119,7 @@ class SteeredEntropy(EntropyBonus):
 
 @OBJECTIVES.register("unified")
 class Unified(PolicyGradient):
-    """Follow the policy gradient over text and image tokens (T2I-R1), entropies steered apart.
+    """Policy gradient over text and image tokens, with separate entropy targets (T2I-R1).
 
     Without kinds of decisions all count as text.
     """

@@ -1,7 +1,7 @@
 """Stages choose, change or add rows of an iteration.
 
-These modules register them in the order in which they act: further samples of the same prompts come
-first, then those of other prompts, then answers of earlier iterations, last demonstrations.
+These modules register them in the order in which they act: first more samples of the same prompts,
+then samples of other prompts, then answers of earlier iterations, last demonstrations.
 """
 
 MODULES = (

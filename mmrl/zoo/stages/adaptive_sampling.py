@@ -1,8 +1,8 @@
-"""Samples a prompt in rounds until its rewards are a signal: Reinforce-Ada (Xiong et al. 2025), and
-the adaptive rollout of AR3PO (Zhang et al. 2025).
+"""Samples a prompt in rounds until its rewards give a signal: Reinforce-Ada (Xiong et al. 2025),
+and the adaptive rollout of AR3PO (Zhang et al. 2025).
 
-Rounds are functions of the iteration and of how many prompts still want samples, counted over all
-processes: the same training on any number of them, and after a resume.
+Rounds depend on the iteration and on how many prompts still need samples, counted over all
+processes: training is the same on any number of them, and after a resume.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ NEGATIVE, POSITIVE, MISSING = range(3)
 @STAGES.register("adaptive_sampling")
 @dataclass
 class AdaptiveSampling(Stage):
-    """Samples a prompt again, in rounds, until its rewards are a signal (Reinforce-Ada).
+    """Samples a prompt again, in rounds, until its rewards give a signal (Reinforce-Ada).
 
-    ``rounds``: further ones, at most. ``round_size``: samples of a prompt in each; null:
+    ``rounds``: the most additional ones. ``round_size``: samples of a prompt in each; null:
     ``train.group_size``. ``until``: half of a group's size are positive and half negative
     (balanced), or one is positive. ``threshold``: a total reward above it is positive.
 
-    A prompt leaves the rounds when enough of its samples are positive and negative. Of all its
-    samples as many are trained on as its group has places, half of them positive as far as there
-    are, those sampled first before others. Their ``all_samples`` has the moments of all.
+    A prompt is done when enough of its samples are positive and negative. As many samples are
+    trained on as the group has rows, half of them positive if possible, the earliest first. Their
+    ``all_samples`` has the moments of all.
     """
 
     rounds: Count = 3
@@ -51,7 +51,7 @@ class AdaptiveSampling(Stage):
     def setup(self, setup: Setup) -> None:
         self.seed = setup.options.seed
         self.copies = self.round_size or setup.options.group_size
-        # prompts as the policy returned them in this iteration, and as they stand in the data
+        # prompts as the policy returned them in this iteration -> as in the data
         self.origins: dict[int, tuple[Prompt, Prompt]] = {}
 
     def begin(self, iteration: int) -> None:
@@ -94,13 +94,13 @@ class AdaptiveSampling(Stage):
         }
 
     def labels(self, pool: Drawn) -> Tensor:
-        """Tell positive from negative and from unscored samples, [B] long on the CPU."""
+        """Label samples negative, positive or unscored, [B] long on the CPU."""
         double, groups = measured(pool.rewards.per_row(), pool.rollout)
         positive = (double.total() > self.threshold).long()
         return torch.where(groups.present, positive, MISSING).cpu()
 
     def active(self, pool: Drawn, sizes: Tensor) -> list[int]:
-        """List the groups that want further samples."""
+        """List the groups that need more samples."""
         counts = label_counts(self.labels(pool), pool.rollout.group.cpu(), len(sizes))
         if self.until == "positive":
             wanting = counts[:, POSITIVE] == 0
@@ -116,8 +116,8 @@ def label_counts(label: Tensor, group: Tensor, groups: int) -> Tensor:
 
 
 def balanced(label: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
-    """Choose ``sizes`` [P] rows of every group, half of them positive as far as there are, earlier
-    rows first, unscored ones last: [B] bool."""
+    """Choose ``sizes`` [P] rows of every group, half of them positive if possible, earlier rows
+    first, unscored ones last: [B] bool."""
     negative, positive, _ = label_counts(label, group, len(sizes)).unbind(1)
     scored = torch.minimum(sizes, negative + positive)
     quota = torch.minimum(torch.maximum(scored // 2, scored - negative), positive)

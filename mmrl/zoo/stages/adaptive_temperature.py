@@ -1,4 +1,4 @@
-"""Lets temperatures follow the entropy (HAPO): measures the scale of an iteration's entropies."""
+"""Adapts temperatures to the entropy (HAPO): measures the scale of an iteration's entropies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from samplers.warp import EntropyScale
 
 @STAGES.register("adaptive_temperature")
 class AdaptiveTemperature(Stage):
-    """Tells the policy on which scale entropies lie, that of the iteration before
+    """Gives the policy the scale of the previous iteration's entropies
     (``policy.adaptive_temperature``).
 
     In the first iteration there is none, and the temperature is the same for all tokens.

@@ -1,8 +1,7 @@
-"""Remembers answers of earlier iterations, of every kind of model, and shows them to the policy
-again.
+"""Remembers answers of earlier iterations, for every kind of model, and replays them.
 
 A remembered row keeps everything that was recorded when it was sampled: tokens and their order, or
-the states of a path, with the log-probs under the weights of then. Its prompt is encoded again.
+the states of a path, with the log-probs of the sampling weights. Its prompt is re-encoded.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ KINDS: tuple[type[Fields], ...] = (TextAndPath, LatentPath, MaskTrace, TokenOrde
 
 @dataclass
 class Remembered:
-    """Holds answers to one prompt, of one iteration."""
+    """Holds the answers of one iteration to one prompt."""
 
     index: int  # of the prompt in the data
     iteration: int  # in which they were sampled; negative: they never age
     rollout: Rollout  # their rows, on the CPU, without condition
     rewards: Rewards = field(default_factory=lambda: Rewards({}))
-    times: int = 0  # that they were trained on again, or cut off
-    rank: int = 0  # of the process that remembers them, as of ``gathered``
-    row: int | None = None  # the row of a rollout whose place it takes; None: the group's last
+    times: int = 0  # how often they were replayed, or cut off
+    rank: int = 0  # of the process that remembers them, set by ``gathered``
+    row: int | None = None  # the row of a rollout that it replaces; None: the group's last
 
     def total(self) -> Tensor:
         """Return the total reward of every row, [n] float64."""
@@ -68,15 +67,15 @@ def remembered(drawn: Drawn, rows: Tensor, index: int, iteration: int) -> Rememb
         all_samples=None,
         records=None,
         advantage=None,
-        provenance=rollout.provenance.replace(is_replayed=None),  # it will be, whatever it was
+        provenance=rollout.provenance.replace(is_replayed=None),  # set when it is replayed
     )
     rewards = {name: value[rows].cpu() for name, value in drawn.rewards.items()}
     return Remembered(index, iteration, stored.to("cpu"), Rewards(rewards, drawn.rewards.weights))
 
 
 def token_rows(rollout: Rollout) -> Rollout:
-    """Keep what a draft needs of token rows: the tokens, and their log-probs under the weights that
-    drew them."""
+    """Keep what a draft needs of token rows: the tokens and their log-probs under the sampling
+    weights."""
     sampler = rollout.provenance.sampler_logprob
     return Rollout(
         group=torch.zeros_like(rollout.group),
@@ -89,7 +88,7 @@ def token_rows(rollout: Rollout) -> Rollout:
 
 @dataclass
 class AnswerMemory:
-    """Remembers answers by the places of their prompts in the data."""
+    """Remembers answers by the index of their prompt in the data."""
 
     prompts: Sequence[Prompt]  # the data
     entries: list[Remembered] = field(default_factory=list)  # the newest last
@@ -102,7 +101,7 @@ class AnswerMemory:
         return answers
 
     def forget(self, oldest: int) -> None:
-        """Forget what was sampled before iteration ``oldest``, but for what never ages."""
+        """Forget what was sampled before iteration ``oldest``, except what never ages."""
         self.entries = [e for e in self.entries if e.iteration < 0 or e.iteration >= oldest]
 
     def add(
@@ -111,8 +110,8 @@ class AnswerMemory:
         per_prompt: int,
         leaving: Callable[[list[int]], Sequence[int]],
     ) -> None:
-        """Add entries; of a prompt the ``per_prompt`` newest stay. ``leaving`` chooses, of prompts
-        with those answered last at the end, the ones that are forgotten."""
+        """Add entries and keep the ``per_prompt`` newest of each prompt. ``leaving`` chooses the
+        prompts to forget from a list sorted by last answer, the latest at the end."""
         answers = self.by_prompt()
         for entry in fresh:
             answers[entry.index] = [*answers.pop(entry.index, ()), entry]
@@ -127,8 +126,8 @@ class AnswerMemory:
         lenience: float,
         device: torch.device,
     ) -> Drafts:
-        """Make drafts of remembered token rows: of each entry as many rows as ``sizes`` says, those
-        that it lacks empty."""
+        """Make drafts of remembered token rows: ``sizes`` rows of each entry, missing ones
+        empty."""
         longest = max(entry.rollout.mask.shape[1] for entry in self.entries)
         empty = padded(self.entries[0].rollout[:1].map(torch.zeros_like), longest)
         parts = []
@@ -148,19 +147,19 @@ class AnswerMemory:
         return packed(self.entries)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        """Take up entries, as far as the data still has their prompts."""
+        """Restore the entries whose prompts are still in the data."""
         every = unpacked(tensors, plain)
         self.entries = [entry for entry in every if entry.index < len(self.prompts)]
 
 
 def longest_ago(size: int) -> Callable[[list[int]], Sequence[int]]:
-    """Let the prompts leave that were answered longest ago, but for ``size``."""
+    """Forget the prompts answered longest ago, all but ``size``."""
     return lambda prompts: prompts[:-size]
 
 
 class OldAnswers(Stage):
-    """Remembers answers by their prompts' places in the data, for policies that can be shown old
-    answers again."""
+    """Remembers answers by the index of their prompt in the data, for policies that can replay
+    them."""
 
     effects = Effects(looks_at_samples=True, exchanges_rows=True)
     policy: Policy
@@ -185,16 +184,16 @@ class OldAnswers(Stage):
 
     def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
         for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
-            # prompts that are changed on the way, by hints for instance, have other answers
+            # prompts modified on the way, such as by hints, have other answers
             if id(prompt) in self.places:
                 self.origins[id(returned)] = self.places[id(prompt)]
 
     def indices(self, rollout: Rollout) -> list[int]:
-        """Return the places in the data of a rollout's prompts; -1: they are not in it."""
+        """Return the index in the data of each of a rollout's prompts; -1: it is not there."""
         return [self.origins.get(id(prompt), -1) for prompt in rollout.prompts]
 
     def recalled(self, entries: Sequence[Remembered], rollout: Rollout) -> Rollout:
-        """Show the policy answers again: groups that can stand beside those of ``rollout``."""
+        """Replay answers: return groups that can be batched with those of ``rollout``."""
         cond, prompts = self.replays.recall([self.prompts[entry.index] for entry in entries])
         parts = [
             beside(entry, rollout).replace(prompts=(prompt,))
@@ -203,7 +202,7 @@ class OldAnswers(Stage):
         return joined(parts).replace(cond=cond)
 
     def refuse_trees(self, rollout: Rollout, what: str) -> None:
-        """Raise UserError for rows that are not to be taken one by one."""
+        """Raise UserError for rows that cannot be separated."""
         if rollout.edge_id is not None:
             raise UserError(
                 f"train.stages.{self.saved_as}: the samples of a tree share their beginnings and "
@@ -218,14 +217,14 @@ class OldAnswers(Stage):
 
 
 def marked(rollout: Rollout, replayed: bool) -> Rollout:
-    """Mark the rows that are of an earlier iteration."""
+    """Mark the rows of an earlier iteration."""
     is_replayed = torch.full_like(rollout.group, replayed, dtype=torch.bool)
     return rollout.replace(provenance=rollout.provenance.replace(is_replayed=is_replayed))
 
 
 def fits(entry: Remembered, rollout: Rollout) -> bool:
-    """Tell whether remembered rows can stand beside those of a rollout: with paths of as many
-    steps, of which the same is recorded."""
+    """Tell whether remembered rows can be batched with those of a rollout: their paths have as many
+    steps and the same records."""
     old, new = entry.rollout.trajectory, rollout.trajectory
     if old is None or new is None:
         return old is new
@@ -238,8 +237,8 @@ def fits(entry: Remembered, rollout: Rollout) -> bool:
 
 
 def beside(entry: Remembered, rollout: Rollout) -> Rollout:
-    """Return remembered rows on the devices of a rollout, marked as replayed unless they say
-    otherwise, with the marks that it has."""
+    """Return remembered rows on the devices of a rollout, with the marks that it has; they count as
+    replayed unless marked otherwise."""
     rows = entry.rollout.to(rollout.row_id.device)
     path = rollout.trajectory
     if isinstance(path, LatentPath) and isinstance(rows.trajectory, LatentPath):
@@ -259,7 +258,7 @@ def beside(entry: Remembered, rollout: Rollout) -> Rollout:
 
 
 def with_marks(rollout: Rollout) -> Rollout:
-    """Mark which rows are ground truths, if that is not known yet."""
+    """Mark which rows are ground truths, if they are not marked yet."""
     nowhere = torch.zeros_like(rollout.group, dtype=torch.bool)
     known = rollout.provenance
     return rollout.replace(
@@ -271,7 +270,7 @@ def with_marks(rollout: Rollout) -> Rollout:
 
 
 # ---------------------------------------------------------------------------------------------
-# checkpoints, and from process to process
+# checkpoints, and exchange between processes
 
 
 def packed(entries: Sequence[Remembered]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -295,7 +294,7 @@ def packed(entries: Sequence[Remembered]) -> tuple[dict[str, Tensor], list[dict[
 
 
 def unpacked(tensors: Mapping[str, Tensor], plain: Any) -> list[Remembered]:
-    """Make entries of what ``packed`` returned."""
+    """Restore the entries that ``packed`` packed."""
     parts: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         number, _, rest = name.partition("/")
@@ -325,7 +324,7 @@ def gathered(entries: Sequence[Remembered]) -> list[Remembered]:
 
 
 def _rollout(rows: Mapping[str, Tensor]) -> Rollout:
-    """Make a rollout of one prompt from the tensors that are stored of it."""
+    """Make a rollout of one prompt from its stored tensors."""
     kind = next((kind for kind in KINDS if _required(kind) <= set(rows)), None)
     rows = {**rows, "group": torch.zeros_like(rows["row_id"])}
     path = {} if kind is None else _part(kind, rows)

@@ -1,4 +1,4 @@
-"""Reads answers that somebody else wrote: a teacher, an expert, or a model long before."""
+"""Reads external answers: of a teacher, an expert, or an earlier model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Answer:
 
     content: str | Path
     reward: float | Mapping[str, float] | None = None  # total, or by name; None: it is scored
-    logprobs: tuple[float, ...] | None = None  # of its tokens, under what wrote it
+    logprobs: tuple[float, ...] | None = None  # of its tokens, under the model that wrote it
 
     def media(self, frames: int | None = None, rate: float | None = None) -> str | Tensor:
         """Return what a policy's ``decode`` would: the text, the picture [3, H, W] in 0..1, or the
-        video [F, 3, H, W], of whose file these are the first ``frames`` (None: all) by time at
-        ``rate`` a second (None: as they are)."""
+        video [F, 3, H, W]: the first ``frames`` of its file (None: all), resampled to ``rate`` a
+        second (None: as they are)."""
         if isinstance(self.content, str):
             return self.content
         if self.content.suffix.lower() in VIDEOS:
@@ -70,8 +70,8 @@ def of_field(field: str) -> Known:
 
 
 def of_file(path: Path, key: str = "text") -> Known:
-    """Read a .jsonl file whose lines name a prompt and its answers; ``key``: the field of a prompt
-    that "prompt" repeats. Several lines of one prompt add up."""
+    """Read a .jsonl file whose lines hold a prompt and its answers; ``key``: the field of a prompt
+    that "prompt" is matched with. Answers of several lines with one prompt are joined."""
     answers: dict[str, list[Answer]] = {}
     for number, line in enumerate(
         decoded(path, "the answers of train.stages.demonstrations.path").split("\n"), start=1
@@ -103,8 +103,8 @@ def _frames(path: Path, count: int | None, rate: float | None) -> Tensor:
 
 
 def _animation(path: Path) -> list[np.ndarray]:
-    """Read the frames of an animated picture, as ``mmrl view --rate`` stores rated videos; none of
-    a still one. Raises PictureError."""
+    """Read the frames of an animated picture, as ``mmrl view --rate`` stores rated videos; [] for a
+    still one. Raises PictureError."""
     with opened(path) as image:
         check_size(image)
         if getattr(image, "n_frames", 1) == 1:

@@ -1,5 +1,5 @@
-"""Tells data sources that ask for it how much the answers to each prompt differ, or how sure the
-policy was of each."""
+"""Measures the diversity of the answers to each prompt, or their entropy, for data sources that
+need it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from samplers.noise import Rng
 
 @STAGES.register("diversity")
 class Diversity(Stage):
-    """Measures diversity or entropy of groups where the data draws by it (VAS, DEPO); no option
-    asks for it."""
+    """Measures diversity or entropy of groups where the data source draws by it (VAS, DEPO); it has
+    no option."""
 
     asked_by = "a data source that chooses by it"
 
@@ -53,7 +53,7 @@ class Diversity(Stage):
         return drawn, metrics
 
     def _renewed(self, drawn: Drawn, iteration: int, sample: Sample, copies: int) -> float:
-        """Let the policy answer all prompts of the data, only to be measured; returns how many."""
+        """Sample answers to all prompts of the data for measurement only; return their number."""
         rng = Rng.of(self.seed, iteration, "rescoring")
         rank, size = distributed.world()
         share, local = share_of(list(self.prompts), rank, size)
@@ -70,8 +70,8 @@ class Diversity(Stage):
 
 
 def share_of(prompts: list[Prompt], rank: int, size: int) -> tuple[int, list[Prompt]]:
-    """Return how many prompts every process answers, and those of process ``rank``; what fills the
-    last share has no ``entry``, so that nothing is learnt of it."""
+    """Return how many prompts every process answers, and those of process ``rank``; padding of the
+    last share has no ``entry``, so it is not recorded."""
     share = -(-len(prompts) // size)
     local = prompts[rank * share : (rank + 1) * share]
     filler = {key: value for key, value in prompts[0].items() if key != "entry"}

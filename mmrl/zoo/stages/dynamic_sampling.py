@@ -1,9 +1,9 @@
-"""Replaces groups whose rewards are all equal, since they teach nothing: dynamic sampling (Yu et
-al. 2025, DAPO, eq. 11).
+"""Replaces groups of equal rewards, which have no gradient: dynamic sampling (Yu et al. 2025, DAPO,
+eq. 11).
 
-The prompt that takes a place, and its randomness, are functions of the iteration, the round and how
-many such places come before, counted over all processes: the same training on any number of them,
-and after a resume.
+The new prompt, and its randomness, depend on the iteration, the round and how many replaced groups
+come before, counted over all processes: training is the same on any number of them, and after a
+resume.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def resampled(
     streams: Sequence[Rng],
     spread: float = 0.0,
 ) -> tuple[Drawn, dict[str, float]]:
-    """Replace groups of equal rewards, in as many rounds as there are ``streams`` or fewer.
+    """Replace groups of equal rewards, in at most as many rounds as there are ``streams``.
 
-    Also returns counts, over all processes, for the log.
+    Also returns counts over all processes, for the log.
 
     ``choose`` gives the prompt at a number in [0, 1). ``spread``: as in ``flat_groups``.
     """
@@ -101,11 +101,11 @@ def resampled(
 
 
 def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
-    """List the groups whose scored samples all have one reward, or that have none, in the order of
-    their rows' names.
+    """List the groups whose scored samples all have the same reward, or that have none, in the
+    order of their rows' names.
 
     ``spread``: the standard deviation (population) of a group's rewards up to which they count as
-    one; continuous rewards are never equal.
+    equal; continuous rewards are never exactly equal.
     """
     rewards = drawn.rewards.per_row() if isinstance(drawn.rewards, Rewards) else drawn.rewards
     double, groups = measured(rewards, drawn.rollout)
@@ -124,9 +124,8 @@ def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
 
 
 def same_sizes(drawn: Drawn, flat: Sequence[int], most: int, rng: Rng) -> tuple[Rng, Copies]:
-    """Ask for as many samples as the groups ``flat`` have, of ``most`` prompts: one number where
-    all groups are equally large. In the stream returned rows have names that follow one another
-    over all processes."""
+    """Return copies for ``most`` prompts, as many as the groups ``flat`` have: one number where all
+    groups are equally large. The stream returned numbers rows consecutively over all processes."""
     device = drawn.rollout.group.device
     counts = group_sizes(drawn.rollout)
     largest = distributed.largest(max(counts), device)
@@ -142,8 +141,8 @@ def same_sizes(drawn: Drawn, flat: Sequence[int], most: int, rng: Rng) -> tuple[
 
 
 def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
-    """Replace the groups ``flat`` of ``drawn`` by the first of ``new``, which take their places and
-    row names."""
+    """Replace the groups ``flat`` of ``drawn`` by the first of ``new``, which take their row
+    names."""
     if not flat:
         return drawn
     old = drawn.rollout

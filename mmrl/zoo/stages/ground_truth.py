@@ -18,8 +18,7 @@ Writer = Callable[[Prompt], str | None]
 
 @STAGES.register("ground_truth")
 class GroundTruth(Stage):
-    """Puts the ground truth in the place of one sample of every group
-    (``train.ground_truth_rollout``)."""
+    """Replaces one sample of every group by the ground truth (``train.ground_truth_rollout``)."""
 
     option = "ground_truth_rollout"
     effects = Effects(
@@ -47,11 +46,11 @@ class GroundTruth(Stage):
 
 
 def writer(name: str, rewards: Mapping[str, Any]) -> Writer:
-    """Find what writes the ground truth of a prompt: the reward of this name, or the prompt's field
-    of this name.
+    """Return the function that gives the ground truth of a prompt: from the reward, or else the
+    prompt's field, of this name.
 
-    None where the reward cannot say it, or the prompt has none. Raises UserError if the reward
-    knows no ground truths.
+    It returns None where the reward or the prompt has none. Raises UserError if the reward knows no
+    ground truths.
     """
     if name not in rewards:
         return lambda prompt: None if prompt.get(name) is None else str(prompt[name])

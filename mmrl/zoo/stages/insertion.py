@@ -1,4 +1,4 @@
-"""Puts answers in groups: remembered ones, and written ones, which policy and rewards score."""
+"""Adds answers to groups: remembered ones, and demonstrations, which policy and rewards score."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mmrl.zoo.stages.answer_memory import Remembered, beside, marked, with_marks
 from mmrl.zoo.stages.answers import Answer
 from samplers.noise import Rng
 
-Wanted = list[tuple[int, Prompt, Answer]]  # groups, their prompts, and answers that they get
+Wanted = list[tuple[int, Prompt, Answer]]  # groups, their prompts, and answers to add
 
 
 def inserted(
     policy: Policy, drawn: Drawn, chosen: Sequence[tuple[int, Remembered]], grows: bool
 ) -> Drawn:
-    """Put answers in groups: in the places of their last rows, or of those that the answers name,
-    or behind the group. A collective call if rows are added, since they get new names."""
+    """Add answers to groups: they replace the last rows, or those that the answers name, or are
+    appended. A collective call if rows are appended, since all get new names."""
     rollout = drawn.rollout
     if rollout.provenance.is_replayed is None:
         drawn = replace(drawn, rollout=marked(rollout, False))
@@ -45,7 +45,7 @@ def inserted(
     parts = []
     for group, entry in chosen:
         old = rollout[last[group] : last[group] + 1]
-        # what is known of the prompt is that of the row it replaces
+        # fields of the prompt are copied from a row of its group
         parts.append(
             beside(entry, rollout).replace(
                 group=old.group,
@@ -82,8 +82,8 @@ def _places(
     grows: bool,
     left: Mapping[int, Sequence[int]],
 ) -> tuple[Tensor, Tensor]:
-    """List the rows in their new order, and the old rows that are replaced: those ``left`` by a
-    group, else its last."""
+    """List the rows in their new order, and the old rows that are replaced: those named in
+    ``left``, else a group's last."""
     device = rollout.group.device
     group = rollout.group.tolist()
     if not grows:
@@ -124,8 +124,8 @@ def demonstrated(
     iteration: int,
     rows_left: Sequence[int] = (),
 ) -> tuple[Drawn, float]:
-    """Put answers in groups, in the places of their last rows or of ``rows_left``; also returns how
-    many, over all processes. A collective call."""
+    """Add demonstrations to groups, replacing their last rows or ``rows_left``; also return their
+    number over all processes. A collective call."""
     rollout = drawn.rollout
     device = rollout.group.device
     drawn = replace(drawn, rollout=with_marks(rollout))
@@ -165,7 +165,7 @@ def _taken(rows: Rollout) -> Tensor:
 
 
 def _with_logprobs(rows: Rollout, due: Wanted, how: str) -> Rollout:
-    """Record what a ratio divides by: the policy's own log-probs, those of the file, or 0."""
+    """Record the denominator of the ratio: the policy's log-probs, those of the file, or 0."""
     old = torch.zeros_like(_taken(rows))
     logprob = rows.logprob.clone()
     for place, (_, prompt, answer) in enumerate(due):
@@ -189,7 +189,7 @@ def _with_logprobs(rows: Rollout, due: Wanted, how: str) -> Rollout:
 
 
 def _scored(setup: Setup, rows: Rollout, due: Wanted, like: Rewards) -> Rewards:
-    """Score the answers, but for those whose rewards are known."""
+    """Score the answers whose rewards are not known."""
     rewards = setup.score(rows)
     values = {name: rewards[name].to(like[name]).clone() for name in like}
     for place, (_, _, answer) in enumerate(due):
@@ -202,7 +202,7 @@ def _scored(setup: Setup, rows: Rollout, due: Wanted, like: Rewards) -> Rewards:
 
 
 def _parts(reward: float | Mapping[str, float], like: Rewards) -> Mapping[str, float]:
-    """Return the rewards by name whose weighted sum is ``reward``, if that is one number."""
+    """Return rewards by name; a single number becomes rewards with that weighted sum."""
     if isinstance(reward, Mapping):
         return reward
     first = next(name for name, weight in like.weights.items() if weight)

@@ -1,11 +1,10 @@
-"""Cuts long answers off after some tokens and goes on with them in later iterations, under the
-weights of then: partial rollouts (Kimi team 2025, k1.5; Zhou et al. 2025, APRIL).
+"""Cuts long answers off after some tokens and continues them in later iterations, with the weights
+of those: partial rollouts (Kimi team 2025, k1.5; Zhou et al. 2025, APRIL).
 
-A group waits until all its answers have ended. Whole groups then take the places of groups of that
-iteration which are cut off, so that every iteration trains on whole answers. Tokens keep the
-log-probs of the weights that drew them (``sampler_logprob``); ``logprob`` is scored under the
-weights of the iteration that trains, and the objective's ``importance_sampling`` corrects between
-the two.
+A group waits until all its answers are complete. It then replaces a group of that iteration that is
+cut off, so every iteration trains on complete answers. Tokens keep the log-probs of their sampling
+weights (``sampler_logprob``); ``logprob`` is that of the iteration that trains on them, and the
+objective's ``importance_sampling`` corrects between the two.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from samplers.noise import Rng
 class PartialRollouts(OldAnswers):
     """Cuts long answers off and continues them in the next iterations (Kimi k1.5, APRIL).
 
-    So no iteration waits for the longest answer. ``tokens``: of an answer in one iteration; its
-    others are sampled with the weights of the next (Kimi team 2025; Zhou et al. 2025).
+    So no iteration waits for the longest answer. ``tokens``: of an answer in one iteration; the
+    rest is sampled with the weights of the next (Kimi team 2025; Zhou et al. 2025).
 
-    Groups wait until all their answers have ended, and then take the places of groups that are cut
-    off; where there are too few, places are not trained on. ``age``: iterations that a group may be
-    old; older ones are given up.
+    Groups wait until all their answers are complete, and then replace groups that are cut off; a
+    group cut off without a replacement is not trained on. ``age``: the most iterations that a
+    group may take; older ones are dropped.
     """
 
     tokens: Count
@@ -62,7 +61,7 @@ class PartialRollouts(OldAnswers):
         super().setup(setup)
         self.group_size = setup.options.group_size
         self.seed = setup.options.seed
-        self.continued: list[Remembered | None] = []  # in the call under way
+        self.continued: list[Remembered | None] = []  # in the current call
         self.limits = LimitsLength.of(setup.policy)
         if why := self.limits.cannot_go_on():
             raise UserError(f"train.stages.partial_rollout: {why}")
@@ -99,7 +98,7 @@ class PartialRollouts(OldAnswers):
         try:
             return self._groups(drawn, iteration, sample)
         finally:
-            self.limits.set_max_new_tokens(self.longest)  # evaluations write whole answers
+            self.limits.set_max_new_tokens(self.longest)  # evaluation writes complete answers
 
     def _groups(
         self, drawn: Drawn, iteration: int, sample: Sample
@@ -148,7 +147,7 @@ class PartialRollouts(OldAnswers):
         }
 
     def _cut(self, drawn: Drawn, parts: int) -> list[int]:
-        """List the groups with an answer that has not ended though it might still be longer."""
+        """List the groups with an answer that is incomplete but below the length limit."""
         if parts * self.tokens >= self.longest:
             return []
         assert isinstance(drawn.media, list)
@@ -158,8 +157,8 @@ class PartialRollouts(OldAnswers):
     def _continue(
         self, entries: list[Remembered], parts: int, iteration: int, sample: Sample
     ) -> tuple[Drawn | None, list[Remembered]]:
-        """Go on with this process's share of groups that were cut off equally often. Every process
-        samples equally many, what fills up is thrown away; None if there are none on any."""
+        """Continue this process's share of groups that were cut off equally often. Every process
+        samples equally many, with padding that is dropped; None if no process has any."""
         rank, size = distributed.world()
         local = entries[rank::size]
         most = -(-len(entries) // size)
@@ -177,13 +176,13 @@ class PartialRollouts(OldAnswers):
         return as_drawn(resumed, local), local
 
     def _drafts(self, prompts: Sequence[Prompt], copies: Copies) -> Drafts:
-        """Return what the groups under way have so far, all of which stays."""
+        """Return the prefixes of the groups under way, all of whose tokens are kept."""
         sizes = [self.group_size] * len(self.continued)
         return self.memory.drafts(self.continued, sizes, torch.inf, self.policy.device)
 
 
 def with_sampler(drawn: Drawn) -> Drawn:
-    """Record which log-probs the tokens were drawn with, where that is not known."""
+    """Record the log-probs that the tokens were drawn with, where they are not recorded yet."""
     known = drawn.rollout.provenance
     if known.sampler_logprob is not None:
         return drawn
@@ -192,8 +191,7 @@ def with_sampler(drawn: Drawn) -> Drawn:
 
 
 def as_drawn(resumed: Drawn, local: Sequence[Remembered]) -> Drawn:
-    """Put the log-probs of the weights that drew the tokens of earlier iterations in their
-    places."""
+    """Restore the sampling log-probs of the tokens of earlier iterations."""
     sampler = resumed.rollout.provenance.sampler_logprob
     assert sampler is not None
     sampler = sampler.clone()
@@ -208,15 +206,15 @@ def as_drawn(resumed: Drawn, local: Sequence[Remembered]) -> Drawn:
 
 
 def rows_of(drawn: Drawn, group: int) -> Rollout:
-    """Return what is remembered of a group, as long as its longest answer."""
+    """Return the rows of a group to remember, as wide as its longest answer."""
     rows = token_rows(drawn.rollout)[drawn.rollout.group == group]
     longest = int(rows.mask.sum(1).max())
     return rows.map(lambda x: x[:, :longest] if x.ndim > 1 else x).to("cpu")
 
 
 def taken_over(drawn: Drawn, resumed: Drawn, chosen: Sequence[int], places: Sequence[int]) -> Drawn:
-    """Put whole groups in the places of groups that were cut off, of which no statistics are
-    kept: they will be sampled to their end."""
+    """Replace groups that were cut off by complete ones. The former leave no statistics: they will
+    be sampled to their end."""
     if not chosen:
         return drawn
     order = torch.cat([(resumed.rollout.group == group).nonzero()[:, 0] for group in chosen])
@@ -234,7 +232,7 @@ def taken_over(drawn: Drawn, resumed: Drawn, chosen: Sequence[int], places: Sequ
 
 
 def without_reward(drawn: Drawn, groups: Sequence[int]) -> Drawn:
-    """Leave groups out of training: their answers go on, and are scored when they have ended."""
+    """Exclude groups from training: their answers are scored once complete."""
     if not groups:
         return drawn
     open_rows = torch.isin(
@@ -248,7 +246,7 @@ def without_reward(drawn: Drawn, groups: Sequence[int]) -> Drawn:
 
 
 def _conditions(cond: Any, chosen: Sequence[int]) -> Any:
-    """Take the conditions of these prompts out of those of all."""
+    """Select the conditions of these prompts."""
     if isinstance(cond, list):
         return [cond[group] for group in chosen]
     if isinstance(cond, dict):

@@ -1,4 +1,4 @@
-"""Lets the policy improve an answer by what is asked of it: RGR-GRPO's offline guidance (2025), and
+"""Lets the policy improve its answers from feedback: RGR-GRPO's offline guidance (2025), and
 EDGE-GRPO's guided error correction."""
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from samplers.noise import Rng
 
 @dataclass(frozen=True)
 class Corrections:
-    """Corrects every wrong answer in its place: EDGE-GRPO's guided error correction.
+    """Corrects every wrong answer in place: EDGE-GRPO's guided error correction.
 
     Zhang et al. 2025, "EDGE-GRPO: Entropy-driven GRPO with guided error correction for advantage
-    diversity"; at random, with these shares of the wrong answers (theirs; what is left of 1 stays
-    wrong): ``continued``: ``cue`` is written behind the answer and the policy goes on; ``answer``:
-    ``correction``, which has the right answer as {feedback}, is written behind it; ``solution``:
-    the field ``field`` of the prompt takes its place, or the answer is corrected where there is
-    none. All are trained on as the policy's own answers to the plain prompt. The wording is ours;
-    an answer that becomes longer than the policy writes stays as it was.
+    diversity". Shares of the wrong answers, drawn at random (defaults as published; the rest stays
+    wrong): ``continued``: ``cue`` is appended to the answer and the policy continues; ``answer``:
+    ``correction``, with the right answer as {feedback}, is appended; ``solution``: the prompt's
+    field ``field`` replaces the answer, or ``correction`` is appended where there is none. All are
+    trained on as the policy's own answers to the plain prompt. The texts are mmrl's; an answer that
+    would exceed the policy's length limit stays as it was.
     """
 
     continued: Annotated[float, Ge(0), Le(1)] = 0.5
@@ -59,23 +59,21 @@ class Corrections:
 class Refined(KnowsPrompts):
     """Lets the policy improve its best answer by given criteria (RGR-GRPO's offline guidance).
 
-    The new answer joins the group as an answer to the prompt itself.
+    The policy sees its best answer and the criteria, and answers again. The new answer joins the
+    group; it is scored and trained on as an answer to the plain prompt.
 
-    ``threshold``: groups whose best total reward is below it get one. ``feedback``: the field of
-    the prompt that says what a good answer has: a text, a list of criteria (texts, or pairs whose
-    first is one), or the right answer. ``failed_by``: the name of a reward that goes through
-    criteria, such as judge_checklist: in place of ``feedback`` those are shown that the best answer
-    fails, and a group whose best fails none gets no other (RGR-GRPO). ``template``: of the
-    question, with {text}, {answer} and {feedback}. ``place``: it replaces the last of the group, or
-    is appended to it. ``logprob``: what a ratio divides by: the policy's own log-probs of the
-    answer to the plain prompt (current), those that it was sampled with, the criteria shown
-    (guided), or 0 (one); with the last two set ``shaping`` of the objective. ``until``: the
-    iteration from which on there is none. ``corrections``: instead, every answer with a total
-    reward below ``threshold`` is corrected in its place, ``feedback`` being the right answer
+    ``threshold``: groups whose best total reward is below it get a new answer. ``feedback``: the
+    prompt's field with the criteria of a good answer: a text, a list (of texts, or of pairs whose
+    first is one), or the right answer. ``failed_by``: the name of a reward that checks criteria,
+    such as judge_checklist: instead of ``feedback`` the policy sees those that the best answer
+    fails; a group whose best answer fails none gets no other (RGR-GRPO). ``template``: of the
+    question, with {text}, {answer} and {feedback}. ``place``: the new answer replaces the last of
+    the group, or is appended to it. ``logprob``: the denominator of the ratio: the policy's
+    log-probs of the answer to the plain prompt (current), those it was sampled with, given the
+    criteria (guided), or 0 (one); with the last two set the objective's ``shaping``. ``until``: the
+    iteration from which on there are none. ``corrections``: instead, every answer with a total
+    reward below ``threshold`` is corrected in place, with ``feedback`` as the right answer
     (EDGE-GRPO).
-
-    The policy sees its best answer and the criteria, and answers once more; what it writes is
-    scored, and trained on, as an answer to the prompt without them.
     """
 
     threshold: float = 1.0
@@ -152,8 +150,8 @@ class Refined(KnowsPrompts):
     def _asked(
         self, drawn: Drawn, iteration: int, sample: Sample, questions: Sequence[Prompt]
     ) -> tuple[Drawn | None, int]:
-        """Sample an answer to each question, and tell how many there are on all processes, which
-        draw equally many, as sharded models need; None where there are none."""
+        """Sample an answer to each question; also return their number over all processes. Every
+        process draws equally many, as sharded models need. None where there are no questions."""
         share = evenly(len(questions), drawn.rollout.group.device)
         if not share.total:
             return None, 0
@@ -189,7 +187,7 @@ class Refined(KnowsPrompts):
             policy, replace(drawn, rollout=with_marks(drawn.rollout)), chosen, self.grows
         )
         if self.logprob != "current":
-            return mixed  # a ratio divides by what is recorded, as of answers of other weights
+            return mixed  # the ratio divides by the recorded log-probs, as for off-policy answers
         rollout = mixed.rollout
         new = rollout.provenance.is_replayed
         assert new is not None
@@ -199,7 +197,7 @@ class Refined(KnowsPrompts):
         return replace(mixed, rollout=rollout.replace(logprob=logprob, provenance=provenance))
 
     def _questions(self, drawn: Drawn) -> list[tuple[int, Prompt]]:
-        """List groups with room, and what is asked of the policy."""
+        """List the groups with room, and the question to each."""
         rollout = drawn.rollout
         double, groups = measured(drawn.rewards.per_row(), rollout)
         total = torch.where(groups.present, double.total(), -torch.inf).tolist()
@@ -227,8 +225,7 @@ class Refined(KnowsPrompts):
         return questions
 
     def _feedback(self, answers: list[Any], prompts: list[Prompt]) -> list[Any]:
-        """Return what is shown with each answer: the criteria of its prompt, or those that it
-        fails."""
+        """Return the feedback for each answer: the criteria of its prompt, or those it fails."""
         if self.failed_by is None:
             return [prompt.get(self.feedback) for prompt in prompts]
         unmet = criteria(self.run, self.failed_by)
@@ -238,7 +235,7 @@ class Refined(KnowsPrompts):
     # wrong answers, corrected
 
     def _wrong(self, drawn: Drawn, iteration: int) -> list[Wrong]:
-        """List the answers below the threshold that are corrected, and how."""
+        """List the answers below the threshold to correct, and how."""
         options = self.corrections
         assert options is not None
         rollout = drawn.rollout
@@ -280,7 +277,7 @@ class Refined(KnowsPrompts):
 
 @dataclass(frozen=True)
 class Wrong:
-    """Holds what takes the place of a wrong answer: a text, with which the policy may go on."""
+    """Holds the replacement of a wrong answer: a text that the policy may continue."""
 
     group: int
     row: int
@@ -290,7 +287,7 @@ class Wrong:
 
 
 def criteria(setup: Setup, name: str) -> Callable[[list[Any], list[Prompt]], list[Any]] | None:
-    """Find what lists the criteria that answers fail, of the reward called ``name``; None where it
+    """Find the function of reward ``name`` that lists the criteria an answer fails; None where it
     has none, or there is no such reward."""
     reward = setup.rewards.get(name)
     unmet = getattr(getattr(reward, "reward", reward), "unmet", None)
@@ -298,7 +295,7 @@ def criteria(setup: Setup, name: str) -> Callable[[list[Any], list[Prompt]], lis
 
 
 def listed(feedback: Any) -> str:
-    """Write criteria down, one a line."""
+    """Format criteria, one a line."""
     if not isinstance(feedback, (list, tuple)):
         return str(feedback)
     items = (item[0] if isinstance(item, (list, tuple)) else item for item in feedback)

@@ -1,9 +1,8 @@
-"""Trains on answers of earlier iterations again, where the answers of this one teach nothing
-(AVATAR).
+"""Replays answers of earlier iterations in place of groups without a gradient (AVATAR).
 
 A group whose rewards are all equal has no advantage. It is replaced by a remembered one whose
 rewards differ, with the log-probs recorded when it was sampled: the ratio of such a row is that of
-the weights now over those of then, which the surrogate clips as it clips any other.
+the current weights to the sampling weights, clipped by the surrogate as usual.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class ReplayBuffer(OldAnswers):
     """Replays answers of earlier iterations in place of groups of equal rewards.
 
     ``share``: the largest share of an iteration's groups that is replaced; on every process one
-    stays. ``size``: groups that are remembered on a process; those whose rewards differ least leave
+    stays. ``size``: groups remembered per process; those whose rewards differ least are dropped
     first. ``age``: iterations after which an answer is forgotten. ``times``: how often a group is
     replayed."""
 
@@ -54,11 +53,11 @@ class ReplayBuffer(OldAnswers):
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
     ) -> tuple[Drawn, dict[str, float]]:
-        """Replace groups of equal rewards by remembered ones, as far as there are any; then
-        remember the others."""
+        """Replace groups of equal rewards by remembered ones, if there are any; then remember the
+        others."""
         self.memory.forget(iteration - self.age)
         count = len(drawn.rollout.prompts)
-        # one stays, so that every process has something of this iteration to measure
+        # one stays, so that every process has a group of this iteration to measure
         flat = flat_groups(drawn)[: min(int(self.share * count + 1e-9), count - 1)]
         places, best = self._match(flat, group_sizes(drawn.rollout), drawn.rollout)
         fresh = self._worth(drawn, iteration)
@@ -85,8 +84,8 @@ class ReplayBuffer(OldAnswers):
     def _match(
         self, flat: Sequence[int], sizes: Sequence[int], rollout: Rollout
     ) -> tuple[list[int], list[Remembered]]:
-        """Find the best remembered group of the same size for each of the groups ``flat``, as far
-        as there is one."""
+        """Find the best remembered group of the same size for each of the groups ``flat``, if there
+        is one."""
         left = sorted(
             self.memory.entries,
             key=lambda entry: (-entry.spread(), -entry.iteration, entry.index),
@@ -110,14 +109,14 @@ class ReplayBuffer(OldAnswers):
         return packed(gathered(self.memory.entries))
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        """Take up the entries of this process; with another number of processes, its share."""
+        """Restore the entries of this process; with another number of processes, its share."""
         super().load_state_dict(tensors, plain)
         rank, processes = distributed.world()
         every = self.memory.entries
         self.memory.entries = [entry for entry in every if entry.rank % processes == rank]
 
     def _worth(self, drawn: Drawn, iteration: int) -> list[Remembered]:
-        """Make entries of the groups of ``drawn`` that could teach something later."""
+        """Make entries of the groups of ``drawn`` whose rewards differ."""
         rollout = drawn.rollout
         entries = []
         useless = set(flat_groups(drawn))
@@ -130,7 +129,7 @@ class ReplayBuffer(OldAnswers):
         return entries
 
     def _recalled(self, chosen: Sequence[Remembered], rollout: Rollout) -> Drawn:
-        """Recall the chosen answers, with the rewards that they earned."""
+        """Recall the chosen answers, with their rewards."""
         whole = self.recalled(chosen, rollout)
         names = chosen[0].rewards
         rewards = {

@@ -1,9 +1,8 @@
-"""Puts answers of earlier iterations in the groups of their prompts: AR3PO's response reuse (Zhang
-et al. 2025), RePO (Li et al. 2025), RLEP (Zhang et al. 2025), ReMix (Liang et al. 2025).
+"""Replays answers of earlier iterations in the groups of their prompts: AR3PO's response reuse
+(Zhang et al. 2025), RePO (Li et al. 2025), RLEP (Zhang et al. 2025), ReMix (Liang et al. 2025).
 
-Every process remembers the answers of all processes, so that training is the same on any number of
-them. A reused answer keeps the log-probs recorded when it was sampled, as those of the replay
-buffer do.
+Every process remembers the answers of all processes, so training is the same on any number of them.
+A reused answer keeps the log-probs recorded when it was sampled, as in the replay buffer.
 """
 
 from __future__ import annotations
@@ -39,38 +38,38 @@ from mmrl.zoo.stages.answer_memory import (
 from mmrl.zoo.stages.insertion import inserted
 from samplers.noise import Rng
 
-Chosen = list[tuple[int, Remembered]]  # groups, and answers that they get
+Chosen = list[tuple[int, Remembered]]  # groups, and answers to add to them
 
 
 @STAGES.register("response_reuse")
 @dataclass
 class ReusedResponses(OldAnswers):
-    """Puts answers of earlier iterations to a prompt in its group: AR3PO, RePO, RLEP, ReMix.
+    """Replays answers of earlier iterations in their prompts' groups: AR3PO, RePO, RLEP, ReMix.
 
     ``threshold``: a total reward above it is right, and only right answers are remembered; null:
-    all are. ``when``: in groups without a right answer, or always. ``number``: answers that a group
-    gets, at most. ``strategy``: which of those remembered: the newest (recency), all (full_scope),
+    all are. ``when``: in groups without a right answer, or always. ``number``: at most this many
+    are added to a group. ``strategy``: which are chosen: the newest (recency), all (full_scope),
     the best (reward), those whose rewards differ most (variance), or random ones. ``place``: they
-    replace the last of the group, of which one stays, or are appended to it. ``own_baseline``: they
-    are compared among themselves, as in RePO, not with the new ones. ``logprob``: a ratio is to the
-    weights that sampled (recorded), or to those before the update (current), and then
-    ``importance_sampling`` of the objective sees how far the two are apart. ``per_prompt``: answers
-    that are remembered of a prompt, the newest; ``size``: prompts; ``age``: iterations after which
-    an answer is forgotten; ``until``: the iteration from which on none is used; null: never.
-    ``strata``: shares of ``size`` for easy, medium and hard prompts; a prompt is hard if its mean
-    reward, a moving average with ``rate``, is among that share of the lowest of all prompts, and
-    easy if among that of the highest (AVATAR: 0.25, 0.35, 0.4); of a stratum that is too full the
-    oldest leave; null: of all. ``start``: a run, or a checkpoint, whose answers are remembered from
-    the beginning, of any age, the prompts being the same. ``learn``: answers of this run are
-    remembered too.
+    replace the last samples of the group, of which one stays, or are appended to it.
+    ``own_baseline``: they are compared among themselves, as in RePO, not with the new samples.
+    ``logprob``: the ratio is to the sampling weights (recorded), or to the weights before the
+    update (current), and then the objective's ``importance_sampling`` corrects between the two.
+    ``per_prompt``: how many of a prompt's newest answers are remembered; ``size``: of how many
+    prompts; ``age``: iterations after which an answer is forgotten; ``until``: the iteration from
+    which on none is used; null: never. ``strata``: shares of ``size`` for easy, medium and hard
+    prompts; a prompt is hard if its mean reward, a moving average with ``rate``, is in the lowest
+    such share of all prompts, and easy if in the highest (AVATAR: 0.25, 0.35, 0.4); each stratum
+    forgets its oldest first; null: one memory for all. ``start``: a run, or a checkpoint, with the
+    same prompts, whose answers of any age fill the memory at the start. ``learn``: also remember
+    answers of this run.
 
-    By default AR3PO: the last right answer takes the place of the last of an all-wrong group (our
-    reading). The reward it earned then still counts, so it must not depend on the iteration. RePO
-    is ``{threshold: null, when: always, number: 8, per_prompt: 64, place: append, own_baseline:
-    true}`` with a ``strategy``; RLEP ``{when: always, number: 2, strategy: random, place: append,
-    logprob: current, start: runs/first, learn: false}``: the pool is what a first run remembered;
-    ReMix's mixed policy gradient ``{threshold: null, when: always, place: append, logprob:
-    current}`` with the objective's ``importance_sampling``.
+    The default is AR3PO: the last right answer replaces the last sample of an all-wrong group
+    (mmrl's reading). It keeps the reward it earned, so rewards must not depend on the iteration.
+    RePO is ``{threshold: null, when: always, number: 8, per_prompt: 64, place: append,
+    own_baseline: true}`` with a ``strategy``; RLEP ``{when: always, number: 2, strategy: random,
+    place: append, logprob: current, start: runs/first, learn: false}``: the pool is the memory of a
+    first run; ReMix's mixed policy gradient ``{threshold: null, when: always, place: append,
+    logprob: current}`` with the objective's ``importance_sampling``.
     """
 
     threshold: float | None = 0.5
@@ -139,8 +138,7 @@ class ReusedResponses(OldAnswers):
         }
 
     def _right(self, drawn: Drawn) -> Tensor:
-        """Tell which rows are right, [B] bool on the CPU; without a threshold all that were
-        scored."""
+        """Tell which rows are right, [B] bool on the CPU; without a threshold all scored ones."""
         double, groups = measured(drawn.rewards.per_row(), drawn.rollout)
         threshold = -torch.inf if self.threshold is None else self.threshold
         return ((double.total() > threshold) & groups.present).cpu()
@@ -148,7 +146,7 @@ class ReusedResponses(OldAnswers):
     def _chosen(
         self, rollout: Rollout, right: Tensor, origins: Sequence[int], iteration: int
     ) -> Chosen:
-        """Choose which groups get which answers."""
+        """Choose the answers to add to each group."""
         sizes = rollout.group.bincount(minlength=len(origins)).tolist()
         solved = set(rollout.group.cpu()[right].tolist())
         known = self.memory.by_prompt()
@@ -190,7 +188,7 @@ class ReusedResponses(OldAnswers):
         self.memory.add(fresh, self.per_prompt, self._too_many)
 
     def _too_many(self, prompts: list[int]) -> list[int]:
-        """List the prompts that leave the memory, of every stratum those answered longest ago."""
+        """List the prompts to forget: in every stratum those answered longest ago."""
         if self.strata is None:
             return prompts[: -self.size]
         strata = stratified(self.levels, self.strata)
@@ -201,7 +199,7 @@ class ReusedResponses(OldAnswers):
         return leaving
 
     def _follow(self, drawn: Drawn, origins: Sequence[int]) -> None:
-        """Move the mean rewards of the prompts of all processes."""
+        """Update the moving mean rewards of the prompts of all processes."""
         double, groups = measured(drawn.rewards.per_row(), drawn.rollout)
         names = drawn.rollout.group.unique().tolist()
         means = groups.mean(double.total()).tolist()
@@ -211,7 +209,7 @@ class ReusedResponses(OldAnswers):
             self.levels[index] = before + self.rate * (mean - before)
 
     def _current(self, rollout: Rollout) -> Rollout:
-        """Record the log-probs under the weights of now; those that sampled stay beside them."""
+        """Record the log-probs under the current weights, beside those of the sampling weights."""
         provenance = rollout.provenance
         assert provenance.is_replayed is not None
         with self.behavior():
@@ -233,11 +231,11 @@ class ReusedResponses(OldAnswers):
         plain = plain or {"entries": (), "levels": ()}
         self.levels = {int(index): mean for index, mean in plain["levels"]}
         super().load_state_dict(tensors, plain["entries"])
-        self._keep(())  # as many as the options say now
+        self._keep(())  # the options may have changed
 
 
 def _varied(answers: Sequence[Remembered], most: int, rng: Rng) -> Sequence[Remembered]:
-    """Take those whose rewards have the largest variance: some of the worst and of the best."""
+    """Take those whose rewards vary the most: some of the worst and of the best."""
     order = sorted(answers, key=lambda entry: float(entry.total()))
     most = min(most, len(order))
     rewards = torch.cat([entry.total() for entry in order]) if order else torch.zeros(0)
@@ -265,8 +263,7 @@ PICKS: dict[str, Callable[[Sequence[Remembered], int, Rng], Sequence[Remembered]
 
 
 def stratified(levels: Mapping[int, float], shares: Sequence[float]) -> dict[int, int]:
-    """Sort prompts by their mean rewards into easy 0, medium 1 and hard 2: the last share of them
-    are the lowest, the first the highest."""
+    """Sort prompts by their mean rewards into easy 0, medium 1 and hard 2, with these shares."""
     order = sorted(levels, key=lambda index: (levels[index], index))
     hard = round(shares[2] * len(order))
     easy = len(order) - round(shares[0] * len(order))

@@ -1,5 +1,5 @@
-"""Lets the policy write new instructions in every iteration, for a data source that asks for them:
-SeRL (Fang et al. 2025)."""
+"""Lets the policy write new instructions in every iteration, for the data source of SeRL (Fang et
+al. 2025)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from samplers.noise import Rng
 
 @STAGES.register("self_instruct")
 class SelfInstruction(Stage):
-    """Writes and filters instructions for ``data: self_instruct``; no option of train asks for
-    it."""
+    """Writes and filters instructions for ``data: self_instruct``; it has no option of train."""
 
     asked_by = "data: self_instruct"
 
@@ -62,7 +61,7 @@ class SelfInstruction(Stage):
             if not cause:
                 pool.append(instruction)
                 self.prompts.add(instruction, rows[-1]["entry"])
-        left = len(self.prompts.waiting) - len(self.prompts.taken)  # those taken are asked just now
+        left = len(self.prompts.waiting) - len(self.prompts.taken)  # those taken are asked now
         counts = {f"self_instruct/{c.replace(' ', '_')}": n for c, n in refused.items() if c}
         return drawn, {
             "self_instruct/new": float(refused[""]),
@@ -71,7 +70,7 @@ class SelfInstruction(Stage):
         }
 
     def _written(self, examples: Sequence[Sequence[Prompt]], iteration: int) -> list[str]:
-        """Return what the policy writes after each of the examples; every process writes its
+        """Return what the policy writes after each list of examples; every process writes its
         share, in equally many passes."""
         rank, size = distributed.world()
         share = -(-len(examples) // size)

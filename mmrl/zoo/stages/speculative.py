@@ -1,5 +1,5 @@
-"""Begins answers with what the weights of now accept of earlier ones: speculative rollouts (Liu et
-al. 2025, SPEC-RL)."""
+"""Starts answers with the accepted prefix of earlier ones: speculative rollouts (Liu et al. 2025,
+SPEC-RL)."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ from mmrl.zoo.stages.answer_memory import (
 @STAGES.register("speculative")
 @dataclass
 class SpeculativeRollouts(OldAnswers):
-    """Begins answers with what the weights of now accept of the last answers to the prompt
-    (SPEC-RL).
+    """Starts each answer with the accepted prefix of the previous answer to the prompt (SPEC-RL).
 
-    ``lenience``: a token is kept with probability min(1, lenience p / q), p its probability now and
-    q that of then; the paper's e^0.5 keeps more than is exact. ``exact``: what replaces the first
-    rejected token is drawn from max(0, p - q), so that with lenience 1 answers are those of the
-    policy in distribution; all q of an answer's places are stored for it, tokens times vocabulary.
-    false: from p, as published. ``size``: prompts whose last answers are remembered; ``age``:
-    iterations after which they are forgotten.
+    ``lenience``: a token is kept with probability min(1, lenience p / q), p its probability under
+    the current weights and q under the sampling weights; the paper's e^0.5 keeps more tokens than
+    exact speculative sampling. ``exact``: the first rejected token is replaced by a draw from
+    max(0, p - q), so that with lenience 1 answers have the policy's distribution; this stores q of
+    every token, [tokens, vocabulary]. false: drawn from p, as published. ``size``: prompts whose
+    last answers are remembered; ``age``: iterations after which they are forgotten.
 
-    Answer k to a prompt begins with what is accepted of its answer k before; every process
-    remembers those of all. An answer that is accepted whole costs one pass and is not sampled.
+    Answer k to a prompt starts from its previous answer k; every process remembers the answers of
+    all. An answer that is accepted as a whole costs one forward pass and no sampling.
     """
 
     lenience: Positive = 1.0
@@ -83,10 +82,10 @@ class SpeculativeRollouts(OldAnswers):
         return replace(context, drafts=self.drafts)
 
     def drafts(self, prompts: Sequence[Prompt], copies: Copies) -> Drafts | None:
-        """Return the last answers to so many samples of each prompt; None if none is known on any
-        process."""
+        """Return the last answers for ``copies`` samples of each prompt; None if no process has
+        any."""
         places = [self.places.get(id(prompt), -1) for prompt in prompts]
-        # answers of this iteration, or to a prompt that is asked twice, would be copies of others
+        # answers of this iteration, or to a prompt sampled twice, would be duplicates
         last = {e.index: e for e in self.memory.entries if e.iteration < self.iteration}
         known = [None if i in places[:n] else last.get(i) for n, i in enumerate(places)]
         device = self.policy.device

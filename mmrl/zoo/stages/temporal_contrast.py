@@ -26,14 +26,14 @@ VIDEOS = ("video", "videos")
 @STAGES.register("temporal_contrast")
 @dataclass
 class Contrasted(KnowsPrompts):
-    """Gives right answers about a video a bonus where its order of frames matters: T-GRPO.
+    """Gives right answers about a video a bonus where the order of frames matters: T-GRPO.
 
-    ``reward``: the one that says whether an answer is right. ``share``: answers with shuffled
-    frames, of ``train.group_size``. ``ratio``: a group gets the bonus if its mean reward is at
-    least so many times that of the shuffled answers. ``bonus``: is added to the reward.
-    ``threshold``: an answer whose reward is above it is right.
+    ``reward``: decides whether an answer is right. ``share``: answers with shuffled frames, as a
+    share of ``train.group_size``. ``ratio``: a group gets the bonus if its mean reward is at least
+    ``ratio`` times that of the shuffled answers. ``bonus``: is added to the reward. ``threshold``:
+    an answer whose reward is above it is right.
 
-    The policy also answers with the frames shuffled; these answers are scored and not trained on.
+    The policy also answers with the frames shuffled; these answers are scored, not trained on.
     """
 
     reward: str
@@ -80,7 +80,7 @@ class Contrasted(KnowsPrompts):
         if shuffled is None:
             return drawn, {"temporal/groups": 0.0}
         means = self._means(drawn, len(drawn.rollout.prompts))
-        # of the rows that fill up a pass, those of places that do not exist are left out
+        # padding rows are left out
         contrast = torch.full_like(means, torch.nan)
         contrast[places] = self._means(shuffled, len(shuffled.rollout.prompts))[: len(places)]
         ordered = means >= self.ratio * contrast  # False where either has no reward
@@ -97,9 +97,9 @@ class Contrasted(KnowsPrompts):
     def _shuffled(
         self, drawn: Drawn, places: list[int], iteration: int, sample: Sample
     ) -> Drawn | None:
-        """Sample answers to these groups' prompts with their frames shuffled, of which the first
-        are theirs; None where no process has a video. All processes draw equally many, as sharded
-        models need."""
+        """Sample answers to these groups' prompts with their frames shuffled, padding at the end;
+        None where no process has a video. All processes draw equally many, as sharded models
+        need."""
         share = evenly(len(places), drawn.rollout.group.device)
         if not share.total:
             return None
@@ -124,8 +124,8 @@ class Contrasted(KnowsPrompts):
     def _counts(
         self, places: list[int], ordered: Tensor, means: Tensor, contrast: Tensor
     ) -> dict[str, float]:
-        """Count over all processes the groups with a video and those that got the bonus, and take
-        the means of both kinds of answers."""
+        """Count over all processes the groups with a video and those with the bonus; average both
+        kinds of answers."""
         known = ~(means + contrast).isnan()
         numbers = torch.stack(
             [

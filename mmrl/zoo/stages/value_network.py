@@ -1,5 +1,5 @@
-"""Predicts the reward of a prompt by the policy's own network and a head: what Prompt Curriculum
-Learning draws prompts by, and A-LoL subtracts."""
+"""Predicts the reward of a prompt by the policy's network and a head: Prompt Curriculum Learning
+draws prompts by it, and A-LoL subtracts it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from samplers.noise import Rng
 
 SNAPSHOT = "value"  # the weights of the value model's network
 BETAS = (0.9, 0.999)  # of Adam
-ROWS = 8  # prompts of a pass where the policy says nothing
+ROWS = 8  # prompts of a pass where the policy does not set it
 
 Slots = dict[str, Tensor]  # by the name of a parameter
 
 
 @dataclass
 class ValueOptions:
-    """Holds what the value model is and how it learns, as ``PromptValues`` describes it."""
+    """Options of the value model, described in ``PromptValues``."""
 
     base: Literal["frozen", "trained"] = "frozen"
     width: Natural = 256
@@ -41,12 +41,12 @@ class ValueOptions:
 
 
 class ValueNetwork:
-    """Predicts the mean reward of prompts: a head on the states that the policy's network has of
-    them (``Replays.prompt_states``).
+    """Predicts the mean reward of prompts: a head on the policy network's hidden states of them
+    (``Replays.prompt_states``).
 
-    The network's weights are a snapshot of the policy's from before training, which stays as it is
-    or is trained with the head; the policy's own weights are never touched. ``predict``, ``of`` and
-    ``learn`` are collective calls, and the weights are alike on all processes.
+    The network's weights are a snapshot of the policy's initial ones, frozen or trained with the
+    head; the policy's weights are never changed. ``predict``, ``of`` and ``learn`` are collective
+    calls, and the weights are the same on all processes.
     """
 
     def __init__(self, policy: Policy, options: ValueOptions, seed: int):
@@ -70,8 +70,8 @@ class ValueNetwork:
 
     @torch.no_grad()
     def of(self, prompts: Sequence[Prompt], idle: Prompt | None = None) -> Tensor:
-        """Predict the rewards [n] float64 of this process's prompts; ``idle`` fills the passes that
-        it makes for the others, where it may have none."""
+        """Predict the rewards [n] float64 of this process's prompts; ``idle`` is the padding for
+        passes in which it has none."""
         with self._in_force():
             parts = [self._values(part)[:count] for part, count in self._passes(prompts, idle)]
         return torch.cat(parts).double()
@@ -123,8 +123,8 @@ class ValueNetwork:
                 averages[name] = part.to(self.policy.device, copy=True)
 
     def _head(self, size: int) -> nn.Sequential:
-        """Return the head, made at first of weights that are a function of the seed; its last layer
-        begins at 0, so that all prompts are worth ``start``."""
+        """Return the head, initialised from the seed; its last layer starts at 0, so all prompts
+        have the value ``start``."""
         if self.head is None:
             width = self.options.width
             sizes = [size, width, 1] if width else [size, 1]
@@ -142,8 +142,7 @@ class ValueNetwork:
 
     @contextmanager
     def _in_force(self) -> Iterator[None]:
-        """Put the value model's weights in force, for passes that the trainer's wrapper never
-        sees."""
+        """Swap in the value model's weights, for passes that bypass the trainer's wrapper."""
         with unwrapped(self.policy), self.policy.weights.using(SNAPSHOT):
             yield
 
@@ -159,10 +158,10 @@ class ValueNetwork:
             yield part, len(part) if counts else 0
 
     def _values(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Predict the rewards [n] of prompts under the weights in force."""
+        """Predict the rewards [n] of prompts under the active weights."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.options.base == "trained"):
             states = self.policy.prompt_states(list(prompts)).to(self.policy.dtype)
-        # large states are brought to unit size, small ones, such as labels, stay as they are
+        # large states are scaled to unit size; small ones, such as labels, stay as they are
         states = states / (states.square().mean(-1, keepdim=True) + 1).sqrt()
         values: Tensor = self._head(states.shape[-1])(states)[:, 0]
         return values
@@ -195,8 +194,8 @@ class ValueNetwork:
         return head, base
 
     def _gradients(self, loss: Tensor) -> Slots:
-        """Return the gradients of a pass, summed over processes; those of the network are left out
-        of hooks that wrappers put on its parameters."""
+        """Return the gradients of a pass, summed over processes; those of the network bypass the
+        hooks that wrappers put on its parameters."""
         head, base = self._trained()
         size = distributed.world()[1]
         if any(is_sharded(p) for p in base.values()):

@@ -1,4 +1,4 @@
-"""Predicts what every prompt is worth, by a value model that learns beside the policy: for the
+"""Predicts the value of every prompt by a value model trained alongside the policy: for the
 advantage ``pvpo`` (A-LoL) and the data source ``pcl`` (Prompt Curriculum Learning)."""
 
 from __future__ import annotations
@@ -29,20 +29,18 @@ from mmrl.zoo.stages.value_network import ValueNetwork, ValueOptions
 @STAGES.register("prompt_value")
 @dataclass
 class PromptValues(ValueOptions, KnowsPrompts):
-    """Predicts the value of every prompt by a value model that is trained beside the policy.
+    """Predicts the value of every prompt by a value model trained alongside the policy.
 
-    The model is the policy's network, as it was before training, with a head on its state of the
-    prompt.
+    The model is the policy's initial network with a head on its hidden state of the prompt.
 
-    ``base``: that network stays as it is (A-LoL) or is trained with the head (PCL: a model of the
-    policy's size; of the policy only what it trains itself, such as its adapters, exists once
-    more). ``width``: of the head's hidden layer; 0: it is linear. ``start``: the value of every
-    prompt before the first step. ``lr``, ``base_lr``: of Adam for the head and for the network.
-    ``steps``: on the squared error of an iteration's prompts. ``learn``: from the mean reward of
-    every group; false: only from ``path``, rewards of a reference as
-    ``mmrl.apps.prepare.reference_rewards`` writes them, to which the model is fitted before the
-    first iteration, ``epochs`` times in steps of ``batch`` prompts. ``key``: the field of a prompt
-    that names it there.
+    ``base``: that network is frozen (A-LoL) or trained with the head (PCL: a model of the policy's
+    size; only the trainable weights, such as adapters, are duplicated). ``width``: of the head's
+    hidden layer; 0: it is linear. ``start``: the value of every prompt before the first step.
+    ``lr``, ``base_lr``: of Adam for the head and for the network. ``steps``: on the squared error
+    of an iteration's prompts. ``learn``: from the mean reward of every group; false: only from
+    ``path``, reference rewards as written by ``mmrl.apps.prepare.reference_rewards``, to which the
+    model is fitted before the first iteration, for ``epochs`` epochs with batches of ``batch``
+    prompts. ``key``: the field that identifies a prompt there.
 
     Rows get the value of their prompt (the record ``value`` [B]) before the model learns from the
     rewards of this iteration.
@@ -119,7 +117,7 @@ class PromptValues(ValueOptions, KnowsPrompts):
         return self.network.predict(prompts)
 
     def _fit(self) -> None:
-        """Fit the model to the rewards of a reference, once: ``epochs`` times all its prompts."""
+        """Fit the model to the rewards of a reference, once, for ``epochs`` epochs."""
         if self.fitted:
             return
         self.fitted = True

@@ -1,5 +1,5 @@
-"""Measures how far the policy has moved since it last answered a prompt, by scoring the answers of
-then again: the drift by which single-stream SPO forgets (Xu and Ding 2025)."""
+"""Measures how far the policy has moved since it last answered a prompt, by scoring those answers
+again: the drift by which single-stream SPO forgets (Xu and Ding 2025)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Visits(OldAnswers):
 
     The last answers are remembered and scored again at the next visit.
 
-    ``answers``: of a prompt that are remembered, of its last visit; each costs a pass at the next.
-    ``size``: prompts whose answers are remembered; those answered longest ago leave first.
+    ``answers``: how many of a prompt's last visit are remembered; each costs a pass at the next.
+    ``size``: prompts whose answers are remembered; those answered longest ago are dropped first.
 
-    Advantage (the record ``drift`` [B], nats) and data hear of D: |log p_then - log p_now|, the
-    mean over an answer's decisions, then over the answers that are remembered; 0 at the first
+    The advantage (by the record ``drift`` [B], nats) and the data source get D: |log p_then - log
+    p_now|, the mean over an answer's decisions, then over the remembered answers; 0 at the first
     visit. Every process remembers the answers of all.
     """
 

@@ -1,5 +1,5 @@
-"""Puts answers that somebody else wrote in the groups of their prompts, beside the policy's own:
-CHORD, LUFFY, TempSamp-R1, RLEP's pools of texts, pairs for DPO, IPO and RPO, A-LoL."""
+"""Adds demonstrations (external answers) to the groups of their prompts: CHORD, LUFFY, TempSamp-R1,
+RLEP's pools of texts, pairs for DPO, IPO and RPO, A-LoL."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from samplers.noise import Rng
 @STAGES.register("demonstrations")
 @dataclass
 class Demonstrated(KnowsPrompts):
-    """Puts answers that somebody else wrote in the groups of their prompts.
+    """Adds demonstrations (answers from another model or a person) to the groups of their prompts.
 
     ``path``: a .jsonl file, each line {"prompt": ..., "answers": [...]}, an answer a text, the path
-    of a picture, or {"text": ..., "reward": ..., "logprobs": [...]}, whose reward then counts in
-    place of the run's rewards; ``field``: or a field of the prompts, one answer or a list. ``key``:
-    the field of a prompt that "prompt" repeats. ``number``: answers that a group gets, at most.
+    of a picture, or {"text": ..., "reward": ..., "logprobs": [...]}, whose reward then replaces the
+    run's rewards; ``field``: or a field of the prompts, one answer or a list. ``key``: the field of
+    a prompt that "prompt" is matched with. ``number``: at most this many are added to a group.
     ``when``: in groups without a total reward above ``threshold``, or always. ``place``: they
-    replace the last of the group, of which one stays, or are appended to it. ``own_baseline``: they
-    are compared among themselves, not with the policy's own: pairs for DPO, IPO; CHORD's experts.
-    ``logprob``: what a ratio divides by: the policy's own log-probs before the update (current:
-    TempSamp-R1, RLEP), those of the file (recorded, where it has them), or 0 (one: LUFFY, Yan et
-    al. 2025, whose expert has probability 1). ``until``: the iteration from which on none is used.
+    replace the last samples of the group, of which one stays, or are appended to it.
+    ``own_baseline``: they are compared among themselves, not with the policy's samples: pairs for
+    DPO, IPO; CHORD's experts. ``logprob``: the denominator of the ratio: the policy's log-probs
+    before the update (current: TempSamp-R1, RLEP), those of the file (recorded, where it has them),
+    or 0 (one: LUFFY, Yan et al. 2025, whose expert has probability 1). ``until``: the iteration
+    from which on none is used.
 
-    They are scored as the policy's own are, unless the file has their rewards. Which of a prompt's
-    answers an iteration takes is a function of the iteration and of the prompt.
+    They are scored like the policy's samples, unless the file has their rewards. Which of a
+    prompt's answers are used depends on the iteration and the prompt alone.
     """
 
     path: Path | None = None

@@ -1,5 +1,5 @@
-"""Trains any pipeline of the installed diffusers, also one that no family is written for, by
-replaying its own code (``mmrl.zoo.models.any_pipeline.replay``)."""
+"""Trains any pipeline of the installed diffusers, also without a family here, by replaying its code
+(``mmrl.zoo.models.any_pipeline.replay``)."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ ALONE = frozenset({"AutoencoderKLHunyuanVideo15"})
 class AnyPipeline(ReplayedPolicy, EncodesMedia, Compiles, Exports):
     """Trains any image or video pipeline of the installed diffusers by running its own code.
 
-    What the pipeline hands to its scheduler is the velocity (or the prediction): its encoding of
-    texts, its packing, its guidance and its choice of experts are part of it. A family of its own
-    (``mmrl list policies``) is faster where there is one.
+    The pipeline's input to its scheduler is the velocity (or the prediction), which includes its
+    text encoding, packing, guidance and choice of experts. A dedicated family (``mmrl list
+    policies``) is faster where there is one.
     """
 
     capabilities = replace(FlowPolicy.capabilities, sound=True)

@@ -1,8 +1,8 @@
-"""Lets Cosmos 2.5 begin with a picture or a video at any step: of the frames that it holds it
-remembers the first noise, whose difference from the frames is their velocity.
+"""Lets Cosmos 2.5 condition on a picture or a video at any step: for the conditioning frames it
+keeps the first noise, whose difference from the frames is their velocity.
 
-In a replay the state x_t = (1 - t) x_0 + t e stands in the place of that noise. The frames x_0 are
-known, so e is x_0 + (x_t - x_0) / t, and the velocity e - x_0 leads the state to them.
+In a replay the state x_t = (1 - t) x_0 + t e replaces that noise. The frames x_0 are known, so e is
+x_0 + (x_t - x_0) / t, and the velocity e - x_0 leads the state to them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Runs a pipeline of diffusers to one step of its loop, so that what it hands to its scheduler
-there becomes a function of the latents, with gradients.
+"""Runs a diffusers pipeline to one step of its loop, so that the input of its scheduler there
+becomes a differentiable function of the latents.
 
-The pipeline's own ``__call__`` runs, with a scheduler that takes no steps: it hands back the state
-it was asked about, at the step it was asked about it takes what the pipeline computed, and the run
-ends. The network works at that step only; at earlier ones it returns zeros of the shapes it is
-known to return. Texts, packing, guidance, the choice between experts and decoding are thus the
-pipeline's own code. Nothing of the steps before reaches the result but the state: a pipeline that
-remembers more of them cannot be replayed, which ``replay_check`` finds.
+The pipeline's own ``__call__`` runs, with a scheduler that takes no steps: it returns the given
+state, captures the pipeline's output at the given step, and ends the run. The network runs at that
+step only; at earlier ones it returns zeros of the right shapes. So text encoding, packing,
+guidance, the choice between experts and decoding are the pipeline's own code. Only the state
+carries over from earlier steps: a pipeline that remembers more cannot be replayed, which
+``replay_check`` detects.
 """
 
 from __future__ import annotations
@@ -62,33 +62,33 @@ class Unreplayable(UserError):
 
 
 class Visit(NamedTuple):
-    """Says where on its way the network is asked."""
+    """The step at which the network is evaluated."""
 
-    steps: int  # that the pipeline is asked for, ``num_inference_steps``
+    steps: int  # of the call, ``num_inference_steps``
     place: int  # step of the loop, from 0
-    timestep: Tensor | None = None  # in place of that step's, [] or [B]; None: its own
+    timestep: Tensor | None = None  # replaces that step's, [] or [B]; None: its own
 
 
 @dataclass
 class Run:
-    """Holds what one call of the pipeline is for, and how far it is."""
+    """Holds the goal and progress of one call of the pipeline."""
 
     goal: Goal
     state: Tensor | None = None  # [B, *] latents at the step, or the final ones
     noise: Tensor | None = None  # [B, *] that the first latents are made of
-    draws: list[Tensor] | None = None  # what is drawn in its place
-    start: Tensor | None = None  # [B, *] first latents in place of those that are prepared
-    place: int | None = None  # the step that is asked about; None: none
+    draws: list[Tensor] | None = None  # what is drawn instead of it
+    start: Tensor | None = None  # [B, *] first latents that replace the prepared ones
+    place: int | None = None  # the step to evaluate; None: none
     time: Tensor | None = None  # [] of that step
     timestep: Tensor | None = None  # its timestep, where it is not the pipeline's own
-    position: int = 0  # steps of the loop that are behind
+    position: int = 0  # completed steps of the loop
     # by the number of the state, such as a video and its sound:
     first: dict[int, Tensor] = field(default_factory=dict)  # [B, *] latents that were prepared
     tables: dict[int, Timetable] = field(default_factory=dict)
-    outputs: dict[int, Tensor] = field(default_factory=dict)  # [B, *] at the step asked about
+    outputs: dict[int, Tensor] = field(default_factory=dict)  # [B, *] at the step evaluated
     stepped: int = 0  # steps of all states
     copies: int = 0  # of the scheduler
-    passes: tuple[str, ...] = ()  # networks asked at the step, in order
+    passes: tuple[str, ...] = ()  # networks called at the step, in order
     renewed: Callable[[int], Tensor] | None = None  # noise [B, *] of a step, where it adds some
     row: Tensor | None = None  # [B] of what is decoded
     generator: torch.Generator | None = None  # of what the pipeline draws itself
@@ -96,7 +96,7 @@ class Run:
 
 
 class Conditions(NamedTuple):
-    """Holds what a pipeline has made of its arguments when it first calls its network."""
+    """Holds what a pipeline has prepared when it first calls its network."""
 
     latents: Tensor | None  # [B, *] that it prepared; None: it has no ``prepare_latents``
     table: Timetable | None
@@ -104,7 +104,7 @@ class Conditions(NamedTuple):
 
 
 class Denoiser:
-    """Stands in a pipeline for its network: passes go to ``answer``, all else to the network."""
+    """Proxy of a pipeline's network: calls go to ``answer``, all else to the network."""
 
     def __init__(self, net: nn.Module, answer: Callable[..., Any]):
         self.__dict__.update(_net=net, _answer=answer)
@@ -121,11 +121,11 @@ class Denoiser:
 
 
 class Replay:
-    """Asks a loaded pipeline what it computes at one step.
+    """Evaluates a loaded pipeline at one step.
 
     ``forward(name, args, kwargs)`` is a pass of the trained network of that name; ``device()``
-    where it is. The networks in the pipeline are replaced by stand-ins, its scheduler by one that
-    asks ``self``.
+    where it is. The networks in the pipeline are replaced by proxies, its scheduler by one that
+    calls ``self``.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class Replay:
         self.device = device
         self.run: Run | None = None
         self.shapes: dict[Any, Shapes] = {}  # of the networks' outputs, by their inputs
-        self.times: dict[int, Tensor] = {}  # of a call of so many steps, [K + 1]
-        self.draws = False  # whether it draws numbers in its steps, of a row's place in the call
-        self.skipped: dict[int, int] = {}  # steps that a call leaves out, of so many
+        self.times: dict[int, Tensor] = {}  # number of steps -> times [K + 1]
+        self.draws = False  # whether its steps draw numbers, by a row's position in the call
+        self.skipped: dict[int, int] = {}  # number of steps -> steps that a call skips
         # without the decorator that turns gradients off
         self.function = inspect.unwrap(type(pipe).__call__)
         self.arguments = inspect.signature(self.function).parameters
@@ -178,8 +178,8 @@ class Replay:
         return reached
 
     def find_parts(self, call: dict[str, Any], steps: int) -> None:
-        """Look which of the latents it steps: a pipeline that begins with a picture may hold those
-        of the first frame. No network is asked: zeros are what it returns."""
+        """Find which of the latents are stepped: a pipeline that begins with a picture may hold
+        those of the first frame. No network runs: it returns zeros."""
         run = Run("parts")
         try:
             with torch.no_grad():
@@ -191,7 +191,7 @@ class Replay:
                 self.states.find(number, run.first[number].shape[1:], sample)
 
     def begin(self, call: dict[str, Any], steps: int, noise: Tensor) -> Tensor:
-        """Make the first latents [B, *] from noise [B, *] of any shape of as many numbers."""
+        """Make the first latents [B, *] from noise [B, *] of as many numbers, of any shape."""
         if not self.prepares:
             return noise
         latents: Tensor
@@ -209,7 +209,7 @@ class Replay:
         return torch.mul(latents.to(noise.dtype), self.scale)
 
     def output(self, call: dict[str, Any], visit: Visit, state: Tensor) -> Tensor:
-        """Compute what the pipeline hands to its scheduler for latents [B, *] at a step, as the
+        """Compute the pipeline's input to its scheduler for latents [B, *] at a step, as the
         velocity or the prediction [B, *] of samplers.processes."""
         run = self._visiting("output", visit, state)
         output: Tensor = self._call(call, visit.steps, run)
@@ -224,7 +224,7 @@ class Replay:
         return run
 
     def passes(self, call: dict[str, Any], visit: Visit, state: Tensor) -> tuple[str, ...]:
-        """Name the networks, in order, that ``output`` would pass, without a pass of any whose
+        """Name the networks, in order, that ``output`` would call, without running those whose
         outputs have been seen."""
         run = self._visiting("passes", visit, state)
         names: tuple[str, ...] = self._call(call, visit.steps, run)
@@ -245,8 +245,8 @@ class Replay:
         renewed: Callable[[int], Tensor] | None = None,
         row: Tensor | None = None,
     ) -> Any:
-        """Let the pipeline sample rows named ``row`` [B] by itself from noise [B, *], with
-        deterministic steps, or with the noise ``renewed(step)`` that its sampler adds."""
+        """Let the pipeline sample rows named ``row`` [B] with its own loop from noise [B, *], with
+        deterministic steps, or with the sampler noise ``renewed(step)``."""
         row = torch.arange(len(noise)) if row is None else row
         run = Run("plain", noise=noise, renewed=renewed, row=row)
         if self.states.parts:
@@ -258,7 +258,7 @@ class Replay:
         return type(self.pipe).__name__
 
     # ----------------------------------------------------------------------------------------------
-    # what the pipeline's parts ask while it runs
+    # calls from the pipeline's parts while it runs
 
     def copied(self) -> int:
         """Number the next copy of the scheduler, which steps another state."""
@@ -272,7 +272,7 @@ class Replay:
         return run.copies
 
     def timetabled(self, scheduler: Any) -> None:
-        """Put the asked timestep in its place of the times that the scheduler has just set."""
+        """Insert the run's timestep into the times that the scheduler has just set."""
         run = self._running()
         run.tables[scheduler.number] = timetable(scheduler)
         if 0 in run.tables:
@@ -299,15 +299,15 @@ class Replay:
         return timestep_of(scheduler, time)
 
     def begins(self, steps: int) -> None:
-        """Learn that the pipeline takes only the last ``steps`` steps of its times."""
+        """Record that the pipeline takes only the last ``steps`` steps of its times."""
         run = self._running()
         whole = len(self.scheduler.timesteps)
         self.skipped[whole] = self.scheduler.step_number = whole - steps
         run.tables = {number: later(table, whole - steps) for number, table in run.tables.items()}
 
     def stepped(self, output: Tensor, sample: Tensor, number: int = 0) -> Tensor | None:
-        """Take what the pipeline computed in a step of its state of this number; return the next
-        state, None: the scheduler shall compute it."""
+        """Take the pipeline's output in a step of this state; return the next state; None: the
+        scheduler computes it."""
         run = self._running()
         run.stepped += 1
         if run.goal == "plain":
@@ -331,8 +331,7 @@ class Replay:
         return self._own_size(run, state)
 
     def fresh(self, number: int) -> AbstractContextManager[Any]:
-        """Let what the scheduler of a state of this number draws in the step that is taken be the
-        noise of this run."""
+        """Make the scheduler of this state draw the noise of this run in the current step."""
         run = self._running()
         if run.renewed is None:
             return nullcontext()
@@ -340,7 +339,7 @@ class Replay:
         return Draws(self.states.split(noise)[number])
 
     def _asked_state(self, number: int) -> Tensor | None:
-        """Return the asked state of this number; None where none is asked."""
+        """Return the run's state of this number; None where it has none."""
         run = self._running()
         return None if run.state is None else self.states.split(run.state)[number]
 
@@ -371,7 +370,7 @@ class Replay:
             raise Reached(run.passes if run.goal == "passes" else self.states.join(run.outputs))
 
     def _preparing(self, number: int, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Put the asked state in the place of the latents that the pipeline prepares."""
+        """Replace the latents that the pipeline prepares by the run's state."""
 
         def prepared(*args: Any, **kwargs: Any) -> Any:
             latents = prepare(*args, **kwargs)
@@ -432,7 +431,7 @@ class Replay:
         return answer
 
     def _has_stepped(self) -> bool:
-        """Tell whether the pipeline's loop is behind."""
+        """Tell whether the pipeline's loop is finished."""
         steps = self.scheduler.timesteps
         whole = len(steps) - self.skipped.get(len(steps), 0)
         return self._running().stepped >= whole * self.states.count

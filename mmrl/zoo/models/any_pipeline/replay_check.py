@@ -1,5 +1,4 @@
-"""Tries a replay before training: what it shows is that scores belong to samples and samples to
-the pipeline."""
+"""Tests a replay before training: scores must match the samples, and samples the pipeline's."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ FAILURES = (RuntimeError, *CALL_FAILURES)
 
 
 def check_replay(policy: Any, prompts: list[Prompt]) -> None:
-    """Try the replay with two prompts of a run. UserError in one sentence where it fails.
+    """Test the replay with two prompts of a run. UserError in one sentence where it fails.
 
-    (a) A sampled path is scored as it was sampled. (b) The noiseless path gives the picture that
-    the pipeline's own loop gives from the same noise, with the folder's scheduler where its steps
-    have no history. (c) Two prompts together give what each gives alone; where they do not, the
-    policy asks for one row at a time from then on.
+    (a) A sampled path has the same log-probs when scored again. (b) The noiseless path gives the
+    picture of the pipeline's own loop from the same noise, with the folder's scheduler if it is a
+    one-step one. (c) A batch of two prompts gives what each gives alone; otherwise the policy runs
+    one row at a time from then on.
     """
     try:
         _check(policy, _different(prompts))
@@ -66,7 +65,7 @@ def _check(policy: Any, pair: list[Prompt]) -> None:
 
 
 def _different(prompts: list[Prompt]) -> list[Prompt]:
-    """Choose two prompts, the longest and the shortest, since padding is what ties rows."""
+    """Choose two prompts, the longest and the shortest, since padding couples rows."""
     ranked = sorted(prompts, key=lambda prompt: len(str(prompt.get("text", ""))))
     return [ranked[-1], ranked[0]]
 
@@ -76,7 +75,7 @@ def _tolerance(policy: Any) -> float:
 
 
 def _rows_independent(policy: Any, pair: list[Prompt]) -> bool:
-    """Tell whether the outputs of two prompts together are those of each alone."""
+    """Tell whether a batch of two prompts has the outputs of each alone."""
     outputs = []
     for together in (True, False):
         policy.together = together
@@ -106,13 +105,13 @@ def _first_output(policy: Any, pair: list[Prompt]) -> Tensor | None:
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         if not policy.together:
             raise
-        return None  # the pipeline takes no two prompts at once
+        return None  # the pipeline does not batch prompts
     return output
 
 
 def _check_path(policy: Any, prompts: list[Prompt]) -> None:
-    """Compare the noiseless path, of consistency models that with their sampler's noise, with the
-    pipeline's own loop."""
+    """Compare the noiseless path (for consistency models, the path with their sampler's noise) with
+    the pipeline's own loop."""
     with policy.evaluating():
         rollout = policy.rollout(prompts, 1, RNG)
         ours = policy.decode(rollout)

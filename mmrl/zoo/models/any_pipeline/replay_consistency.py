@@ -1,9 +1,9 @@
-"""Gives a replay the samplers of consistency models, whose step is to predict the data and to add
-fresh noise: LCMScheduler, FlowMatchLCMScheduler and SCMScheduler of diffusers.
+"""Samplers of consistency models for a replay, whose step predicts the data and adds fresh noise:
+LCMScheduler, FlowMatchLCMScheduler and SCMScheduler of diffusers.
 
 Such a step is a Gaussian of known mean and deviation, ``samplers.kernels.consistency`` at noise
-level 1, so a path is scored as the library samples it, without noise of ours. The last step has
-none, and is no decision.
+level 1, so paths are scored as diffusers samples them, without additional noise. The last step has
+no noise, and is not a decision.
 """
 
 from __future__ import annotations
@@ -83,21 +83,21 @@ def angle(scheduler: Any, time: Tensor) -> Tensor | None:
 
 
 def scale(scheduler: Any) -> float:
-    """Return by what pipelines multiply the noise that they have prepared before the first step:
-    where timesteps are angles, by the deviation of the data."""
+    """Return the factor on the prepared noise before the first step: where timesteps are angles,
+    the deviation of the data."""
     angular = type(scheduler).__name__ == TRIGONOMETRIC
     return float(scheduler.config.sigma_data) if angular else 1.0
 
 
 def settings(known: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Return what a call needs to be made in so many steps: the time between two steps that some
-    calls set by default is refused by them for any other number."""
+    """Return the arguments of a call with ``steps`` steps: the intermediate time that some calls
+    set by default is valid for two steps only."""
     return {INTERMEDIATE: None} if INTERMEDIATE in known and steps != 2 else {}
 
 
 def by_lcm(pipe: Any, place: str, sampler: Sampler) -> None:
-    """Put the few-step sampler of its kind in a pipeline, where ``sampler`` is lcm. UserError where
-    the folder's scheduler has times that it has not."""
+    """Replace a pipeline's scheduler by the few-step one, where ``sampler`` is lcm. UserError where
+    the folder's scheduler has times that the few-step one lacks."""
     import diffusers
 
     if sampler == "own" or type(pipe.scheduler).__name__ in (DISCRETE, FLOW):
@@ -131,8 +131,8 @@ def by_lcm(pipe: Any, place: str, sampler: Sampler) -> None:
 
 
 def options(steps: int, chosen: dict[str, Any], scheduler: Any, sampler: Sampler) -> dict[str, Any]:
-    """Complete the options of a flow policy for a consistency model: as the library samples, where
-    nothing else is chosen. UserError for a single step."""
+    """Complete the options of a flow policy for a consistency model, by default as diffusers
+    samples. UserError for a single step."""
     if steps < 2:
         raise UserError(
             f"policy option steps: {type(scheduler).__name__} adds noise between its steps, so a "
@@ -145,6 +145,6 @@ def options(steps: int, chosen: dict[str, Any], scheduler: Any, sampler: Sampler
 
 
 def save(scheduler: Any, place: str, folder: Any, sampler: Sampler) -> None:
-    """Write the few-step sampler beside what was exported, where it is not the folder's own."""
+    """Write the few-step sampler into the export, where it is not the folder's own."""
     if sampler == "lcm":
         few_step.save(place, type(scheduler).__name__, folder)

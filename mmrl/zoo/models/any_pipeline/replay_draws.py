@@ -1,5 +1,4 @@
-"""Answers what a pipeline draws with noise that is known, and keeps the library quiet, while the
-pipeline is replayed."""
+"""Replaces a pipeline's random draws by known noise, and silences diffusers, during a replay."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ DECODING = Rng.of("noise of decoders")
 
 
 class Draws(TorchFunctionMode):
-    """Answers the first draw of as many normal numbers as ``noise`` holds with these numbers; of
-    several noises each is drawn once, and none by an autoencoder that encodes a picture."""
+    """Replaces the first draw of as many normal numbers as ``noise`` has by these; of several
+    noises each is used once, and none by an autoencoder that encodes a picture."""
 
     def __init__(self, noise: Tensor | Sequence[Tensor]):
         super().__init__()
@@ -70,8 +69,8 @@ class LateDraws(TorchFunctionMode):
 
 
 class Quiet(logging.Filter):
-    """Keeps the library quiet in a block: what it says of a prompt it would say again in every
-    step. A level would be slower to set, as it is asked of every logger anew."""
+    """Silences diffusers in a block: its warnings about a prompt would be repeated in every step.
+    Setting levels would be slower, as every logger's cache would be reset."""
 
     depth = 0
 

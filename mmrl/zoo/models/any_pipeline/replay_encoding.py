@@ -13,14 +13,14 @@ from mmrl.core.errors import UserError
 from mmrl.policies.diffusion.pipeline_folder import media_of, on_white, rounding
 from mmrl.zoo.models.any_pipeline.replay import Reached
 
-DIGIT = 1 << 10  # numbers that a probe may hold, exact in half precision
+DIGIT = 1 << 10  # range of the integers in a probe, exact in half precision
 APART = 1e-3  # of codes and of pixels, in 0..1
 Finish = Callable[[Tensor], Any]  # final latents [1, *] -> what the pipeline returns
 
 
 class Layout(NamedTuple):
-    """Says where the autoencoder's codes [1, *] come from: code j is ``shift[j] + scale[j] *
-    latents.flatten()[place[j]]``. Pipelines unpack, standardise and turn, no more."""
+    """The map from latents to the autoencoder's codes [1, *]: code j is ``shift[j] + scale[j] *
+    latents.flatten()[place[j]]``. Pipelines only unpack, standardise and transpose."""
 
     shape: torch.Size
     place: Tensor
@@ -41,16 +41,16 @@ class Layout(NamedTuple):
 class MediaEncoder:
     """Encodes media to the final latents from which a pipeline would decode them.
 
-    How latents and codes belong together is asked of the pipeline's decoding, by latents whose
-    numbers say their places, and tried on others. UserError where that fails.
+    The map from latents to codes is found by decoding latents whose values encode their positions,
+    and tested on others. UserError where that fails.
     """
 
     def __init__(self, pipe: Any, finish: Finish, latents: Tensor):
         self.name = type(pipe).__name__
         self.vae: Any = getattr(pipe, "vae", None) or getattr(pipe, "movq", None)
-        self.settings: dict[str, Any] = {}  # with which the pipeline asks it to decode
-        self.by_frame = False  # whether it takes the frames of a video as pictures
-        self.opacity = False  # whether its pictures have one
+        self.settings: dict[str, Any] = {}  # arguments of the pipeline's call of decode
+        self.by_frame = False  # whether the frames of a video are decoded as pictures
+        self.opacity = False  # whether its pictures have an alpha channel
         if not (hasattr(self.vae, "encode") and hasattr(self.vae, "decode")):
             raise self._unknown("it has no autoencoder called vae")
         self.finish = finish
@@ -65,7 +65,7 @@ class MediaEncoder:
             pixels = torch.cat([pixels, torch.ones_like(pixels[..., :1, :, :])], -3)
         if self.by_frame:
             pixels = pixels[0]
-        elif len(self.layout.shape) == 5:  # an autoencoder of videos sees a picture as one frame
+        elif len(self.layout.shape) == 5:  # for a video autoencoder a picture is one frame
             pixels = pixels.transpose(1, 2) if media.ndim == 5 else pixels[:, :, None]
         encoded = self.vae.encode(pixels)
         spread = getattr(encoded, "latent_dist", None)
@@ -104,7 +104,7 @@ class MediaEncoder:
         return Layout(zeros.shape, place, scale, shift)
 
     def _try(self, latents: Tensor) -> None:
-        """Compare with the pipeline on latents that were not looked at yet."""
+        """Compare with the pipeline on unseen latents."""
         codes = self._codes_of(latents)
         ours = self.layout.codes(latents.to(codes))
         scale = float(codes.abs().max().clamp(min=1))
@@ -123,7 +123,7 @@ class MediaEncoder:
         raise self._unknown("it does more with what is decoded than to bring it to 0..1")
 
     def _codes_of(self, latents: Tensor) -> Tensor:
-        """Return what the pipeline gives its autoencoder to decode."""
+        """Return what the pipeline passes to its autoencoder's decode."""
 
         decoded: list[Tensor] = []
 
@@ -150,8 +150,8 @@ class MediaEncoder:
 
 
 def _arranged(pixels: Tensor, ndim: int) -> list[Tensor]:
-    """Return the ways in which what an autoencoder decodes may be pictures [1, C, H, W] or videos
-    [1, F, C, H, W] of so many axes: videos come as [1, C, F, H, W], as they are, or as pictures."""
+    """Return the possible layouts of decoded ``pixels`` as pictures [1, C, H, W] or videos [1, F,
+    C, H, W], of ``ndim`` axes: videos come as [1, C, F, H, W], as they are, or as pictures."""
     if pixels.ndim == 4:
         return [pixels if ndim == 4 else pixels[None]]
     ways = [pixels.transpose(1, 2), pixels]

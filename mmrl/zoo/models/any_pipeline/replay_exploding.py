@@ -1,11 +1,11 @@
-"""Sees pipelines whose states grow with their noise, x = x_0 + sigma e, as flows: Cosmos 2, and
-folders with EDM's schedulers, such as Playground 2.5's (Karras et al. 2022, "Elucidating the design
-space of diffusion-based generative models").
+"""Treats variance-exploding pipelines, x = x_0 + sigma e, as flows: Cosmos 2, and folders with
+EDM's schedulers, such as Playground 2.5's (Karras et al. 2022, "Elucidating the design space of
+diffusion-based generative models").
 
 With t = sigma / (1 + sigma) the state y = x / (1 + sigma) = (1 - t) x_0 + t e is that of a flow,
-and what the network itself is shown; a step of Euler by sigma is one of the flow by t. Such a
-pipeline hands e to its scheduler, so that the velocity is e - x_0 = (1 + sigma) e - x; others hand
-it the network's output, of which EDM's schedulers compute x_0.
+and the network's input; an Euler step in sigma is one of the flow in t. Such a pipeline passes e to
+its scheduler, so the velocity is e - x_0 = (1 + sigma) e - x; others pass the network's output,
+from which EDM's schedulers compute x_0.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BOUNDS = {"sigma_min": 0.002, "sigma_max": 80.0}  # of a configuration that does
 
 
 def explodes(scheduler: Any) -> bool:
-    """Tell whether the sigmas of a scheduler are noise beside data of one size, not shares of
-    noise: only such may be above 1."""
+    """Tell whether a scheduler's sigmas are standard deviations beside data of fixed scale, not
+    shares of noise: only those may exceed 1."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     largest = scheduler.config.get("sigma_max")

@@ -1,5 +1,5 @@
-"""Reads what a pipeline hands to its network: the noisy input among its arguments, its rows, and
-the shapes of what comes of it."""
+"""Reads the arguments that a pipeline passes to its network: the noisy input, its rows, and the
+shapes of the outputs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Shapes(NamedTuple):
 
     @classmethod
     def of(cls, output: Any, rows: int) -> Shapes:
-        """Describe an output for so many rows."""
+        """Describe an output for ``rows`` rows."""
         tensors = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
         described = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
         return cls(described, tensors[0].device if tensors else None, rows)

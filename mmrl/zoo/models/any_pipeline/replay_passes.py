@@ -1,5 +1,5 @@
-"""Cuts a pass, whose rows may be at several times, into calls of a pipeline, and keeps the
-processes that wait for each other in every pass of a network in step."""
+"""Splits a pass, whose rows may be at several times, into calls of a pipeline, and synchronises
+processes that wait for each other in every pass of a network."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmrl.zoo.models.any_pipeline.replay import Visit
 
 
 class Ask(NamedTuple):
-    """Says which rows of a pass go through the pipeline together, and to which of its steps; no
-    rows: the first goes for another process's sake, and counts for nothing."""
+    """Rows of a pass that go through the pipeline together, and its step; no rows: a dummy pass of
+    the first row for another process's sake."""
 
     rows: list[int]
     visit: Visit
@@ -32,8 +32,8 @@ class Networks(nn.Module):
         self.config = parts[self.names[0]].config
 
     def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Make a pass of the network of that name; without a name return the first argument, by
-        which a wrapper learns of the whole pass."""
+        """Call the network of that name; without a name return the first argument, so that a
+        wrapper sees the whole pass."""
         return self.get_submodule(name)(*args, **kwargs) if name else args[0]
 
     def add_adapter(self, config: Any) -> None:
@@ -55,8 +55,8 @@ def asks(
     times: Tensor, grid: Tensor, steps: int, timestep_of: Callable[[Tensor], Tensor], alone: bool
 ) -> list[Ask]:
     """Group the rows of a pass, at times [B] on the CPU, by the step of the pipeline's loop whose
-    time of ``grid`` [K] is nearest; a time that is none of the grid takes that step's place.
-    ``alone``: every row is asked for by itself."""
+    time of ``grid`` [K] is nearest; a time off the grid replaces that step's. ``alone``: one row at
+    a time."""
     parts = []
     for time in times.unique():
         k = int((time - grid).abs().argmin())
@@ -68,8 +68,8 @@ def asks(
 
 
 def in_step(parts: Sequence[Ask], passes: Sequence[Any]) -> list[Ask]:
-    """Order the asks of this process by the networks' passes they lead to, ``passes``, and add some
-    without rows where another process has more that lead to the same; a collective call."""
+    """Order the asks of this process by the network passes they cause, ``passes``, and add dummy
+    ones where another process has more of a kind; a collective call."""
     asked_visits = [[names, _plain(part.visit)] for names, part in zip(passes, parts, strict=True)]
     everyone: list[list[Any]] = all_gather_plain(asked_visits)
     ordered = []

@@ -155,11 +155,11 @@ class PromptArguments:
         return f"the prompt {', '.join(texts)}" if texts else f"a prompt of {', '.join(values)}"
 
     def example(self) -> dict[str, Any]:
-        """Write arguments for a prompt that says nothing, to learn shapes and times."""
+        """Write arguments for an empty prompt, to learn shapes and times."""
         return self._written([{name: self._blank(name) for name in self.inputs}], None)
 
     def blank(self, words: int) -> Prompt:
-        """Make a prompt that says nothing, in so many words."""
+        """Make an empty prompt of ``words`` words."""
         blanks = {field: self._blank(name) for name, field in self.inputs.items()}
         return {f: " ".join([v] * words) if isinstance(v, str) else v for f, v in blanks.items()}
 

@@ -1,5 +1,4 @@
-"""Puts a scheduler in a pipeline that sets the pipeline's times and leaves the steps to a
-replay."""
+"""Replaces a pipeline's scheduler by one that sets the times and leaves the steps to a replay."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 class Timetable(NamedTuple):
-    """Lists when a pipeline steps: our times, and the timesteps that its network is told."""
+    """Lists a pipeline's times, and the timesteps that its network is given."""
 
     times: Tensor  # [K + 1] float64, 1 is noise, 0 is data
     timesteps: Tensor  # [K]
@@ -97,7 +96,7 @@ def drive(scheduler: Any, replay: Any, number: int = 0) -> Any:
 
 
 def one_step_form(scheduler: Any) -> Any:
-    """Return a new scheduler of the same schedule whose step needs nothing but the state."""
+    """Return a new scheduler of the same schedule whose step needs only the state."""
     import diffusers
 
     name, config = type(scheduler).__name__, scheduler.config
@@ -167,7 +166,7 @@ def timetable(scheduler: Any) -> Timetable:
 
 
 def timestep_of(scheduler: Any, time: Tensor) -> Tensor:
-    """Return what the network is told at a time [*] that is none of the pipeline's own."""
+    """Return the network's timestep at a time [*] that is not one of the pipeline's."""
     if (angle := replay_consistency.angle(scheduler, time)) is not None:
         return angle
     if scheduler.explodes:
@@ -178,7 +177,7 @@ def timestep_of(scheduler: Any, time: Tensor) -> Tensor:
 
 
 def time_of(scheduler: Any, timestep: Tensor) -> Tensor:
-    """Return the time [*] of what a flow's network is told, the inverse of ``timestep_of``."""
+    """Return the time [*] of a flow network's timestep, the inverse of ``timestep_of``."""
     time = timestep / _count(scheduler)
     return 1 - time if scheduler.inverted else time
 
@@ -188,18 +187,18 @@ def _count(scheduler: Any) -> int:
 
 
 def _stepped(replay: Any, scheduler: Any, output: Tensor, sample: Tensor) -> Tensor | None:
-    """Leave a step to a replay, whose states have a row for each sample."""
+    """Delegate a step to a replay, whose states have a row for each sample."""
     number = scheduler.number
     if not scheduler.packed:
         state: Tensor | None = replay.stepped(output, sample, number)
         return state
-    rows = replay.stepped(output[None], sample[None], number)  # all of them are one sample
+    rows = replay.stepped(output[None], sample[None], number)  # the batch is one sample
     return None if rows is None else rows[0]
 
 
 def _own_step(scheduler: Any, base: Any, output: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-    """Take the scheduler's own step where it is one of one step, Euler's on its sigmas where it is
-    a solver with a history."""
+    """Take the scheduler's own step if it is a one-step one; for a multistep solver Euler's, on its
+    sigmas."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     if replay_exploding.is_edm(scheduler):

@@ -1,5 +1,5 @@
-"""Follows how a pipeline begins that changes a picture or a video: it encodes it, mixes it with
-noise, and skips the first steps, by its argument ``strength``."""
+"""Handles pipelines that edit a picture or a video: they encode it, mix it with noise, and skip the
+first steps, by their argument ``strength``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Joins the states of a pipeline that steps several latents, such as a video and its sound, into
-one, so that a step of both is one decision, and leaves out what a pipeline holds as it is, such as
-the latents of a video's first frame.
+"""Joins the states of a pipeline that steps several latents, such as a video and its sound, so that
+a step of both is one decision, and excludes fixed latents, such as a video's first frame.
 
-Pipelines step the sound by a copy of their scheduler. One state stays the tensor that it is;
-several become one flat vector a row, in the order of ``PREPARING``. Where a pipeline steps a part
-of the latents that it prepared, that part, as it hands it to its scheduler, is the state.
+Pipelines step the sound with a copy of their scheduler. A single state stays as it is; several are
+joined into one flat vector a row, in the order of ``PREPARING``. Where a pipeline steps only a part
+of the latents that it prepared, the state is that part, as passed to its scheduler.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class Part(NamedTuple):
 
 
 def numbered(latents: Tensor) -> Tensor:
-    """Return latents of this shape [B, *] whose values are their places in a row, which half
-    precision has no numbers for."""
+    """Return latents of this shape [B, *] whose values are their positions in a row, in float32 or
+    more, as half precision cannot represent them."""
     dtype = torch.promote_types(latents.dtype, torch.float32)
     places = torch.arange(latents[0].numel(), dtype=dtype, device=latents.device)
     return places.view(1, *latents.shape[1:]).expand_as(latents).clone()
@@ -67,7 +66,7 @@ class States:
         """Learn how the times [K + 1] of a state belong to those of the first. UserError where no
         shift makes the ones of the others."""
         if not ((first > 0) & (first < 1)).any() and torch.equal(first, times):
-            return  # a single step says nothing
+            return  # a single step does not determine it
         ratio = odds_ratio(first, times)
         known = self.ratios.get(number, ratio)
         if ratio is None or known is None or abs(ratio / known - 1) > SAME:

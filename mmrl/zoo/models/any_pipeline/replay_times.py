@@ -1,9 +1,9 @@
-"""Takes one step of several states that are at different times, such as the video and the sound of
-MiniMax H3, as one decision.
+"""Treats a step of several states at different times, such as the video and sound of MiniMax H3, as
+one decision.
 
-The times of flows that differ by a shift alone have odds t / (1 - t) in one ratio r, at every step.
-So the time of each state is a function of that of the first, r t / (1 + (r - 1) t), and the time of
-a decision is that of the first state. Mean and deviation of each state are those of its own times.
+Flow times that differ only by a shift have odds t / (1 - t) of a constant ratio r, at every step.
+So the time of each state is a function of the first's, r t / (1 + (r - 1) t), and a decision has
+the time of the first state. Mean and deviation of each state are those at its own times.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SAME = 1e-3  # relative; odds near pure noise are of float32
 
 
 def odds_ratio(first: Tensor, other: Tensor) -> float | None:
-    """Return the ratio of the odds of two lists of times [K + 1] of flows; 1 where they are the
-    same, None where no such number is known."""
+    """Return the ratio of the odds of two lists of flow times [K + 1]; 1 where they are the same,
+    None where it is not constant."""
     if torch.equal(first, other):
         return 1.0
     if first.shape != other.shape:
@@ -49,7 +49,7 @@ def shifted(time: Number, ratio: float) -> Tensor:
 
 
 def on_times(kernel: Kernel, ratio: float) -> Kernel:
-    """Return a kernel that is bound to a grid's second time for the times of a state."""
+    """Return the kernel of a state's times, from one that is bound to a grid's second time."""
     bound: dict[str, Any] = getattr(kernel, "keywords", {})
     if "second" not in bound:
         return kernel
@@ -59,7 +59,7 @@ def on_times(kernel: Kernel, ratio: float) -> Kernel:
 
 @dataclass(frozen=True)
 class ByState:
-    """Cuts joined states [B, D] into those of these sizes, each of which is at its own time."""
+    """Splits joined states [B, D] into states of these sizes, each at its own time."""
 
     sizes: Sequence[int]
     ratios: Sequence[float]  # of the odds of each state's time to those of the first
@@ -80,7 +80,7 @@ class ByState:
         return step
 
     def solver(self, solver: Callable[[Process], Step]) -> Callable[[Process], Step]:
-        """Return the solver of joined states, which remembers each state apart."""
+        """Return the solver of joined states, with a separate history for each."""
 
         def of_process(process: Process) -> Step:
             steps = [solver(Flow()) for _ in self.sizes]
@@ -103,7 +103,7 @@ class ByState:
 
 @dataclass(frozen=True)
 class SeveralTimes(Flow):
-    """Is a flow whose states have a time each, so that no single one says how noisy a sample is."""
+    """A flow whose states have different times, so that a sample has no single noise level."""
 
     pipeline: str = ""
 

@@ -1,5 +1,5 @@
-"""Answers what a flow policy asks of its network by replaying a pipeline of diffusers: times,
-conditions and velocities (``mmrl.zoo.models.any_pipeline.replay``)."""
+"""A flow policy whose times, conditions and velocities come from replaying a diffusers pipeline
+(``mmrl.zoo.models.any_pipeline.replay``)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReplayedPolicy(FlowPolicy, StartsFromLora):
     """Samples and scores by calls of a pipeline, whose output at a step is the velocity or the
     prediction; a subclass loads it."""
 
-    unseen = False  # ``check_replay`` looks at its rows
+    unseen = False  # ``check_replay`` examines its rows
     net: Any
     pipeline: str  # its class
     parts: tuple[str, ...]  # names of its networks that are trained
@@ -66,7 +66,7 @@ class ReplayedPolicy(FlowPolicy, StartsFromLora):
         return times
 
     def _check_steps(self, steps: int) -> None:
-        """Refuse a number of steps that the pipeline's call does not make."""
+        """Refuse a number of steps that the pipeline's call does not take."""
         taken = len(self._timetable(steps).times) - 1
         if taken < 1:
             raise UserError(
@@ -159,7 +159,7 @@ class ReplayedPolicy(FlowPolicy, StartsFromLora):
         return self._guided(x, t, cond, self.guidance_scale)
 
     def _guided(self, x: Tensor, t: Tensor, cond: dict[str, Any], scale: float) -> Tensor:
-        """Compute what the pipeline hands to its scheduler, [B, *], at times t [B]."""
+        """Compute the pipeline's input to its scheduler, [B, *], at times t [B]."""
         x = x.contiguous()  # pipelines turn what they prepare, and kernels round by strides
         parts = self._asks(t)
         if self._waits():
@@ -183,8 +183,8 @@ class ReplayedPolicy(FlowPolicy, StartsFromLora):
     def _output(
         self, cond: dict[str, Any], rows: list[int], scale: float, visit: Visit, x: Tensor
     ) -> Tensor:
-        """Ask the pipeline at a step. UserError where it answers for each prompt and not for all
-        together, which the check would have found."""
+        """Evaluate the pipeline at a step. UserError where it works for single prompts but not for
+        a batch, which the check would have found."""
 
         def ask(rows: list[int]) -> Tensor:
             return self.replay.output(self._call(cond, rows, scale), visit, x[rows])
@@ -220,8 +220,7 @@ class ReplayedPolicy(FlowPolicy, StartsFromLora):
         return names
 
     def _by_prompt(self, ask: Any, rows: Any) -> Tensor:
-        """Ask for all rows together, or for one after the other where they would depend on each
-        other."""
+        """Run all rows as a batch, or one by one where they would depend on each other."""
         if self.together is not False:
             outputs: Tensor = ask(list(rows))
             return outputs
@@ -264,7 +263,7 @@ class ReplayedPolicy(FlowPolicy, StartsFromLora):
         return v, v
 
     def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
-        """Leave guidance to the pipeline, whose output has it."""
+        """Leave guidance to the pipeline, whose output includes it."""
         return v
 
     def _transition(self, point: Query, v: Tensor) -> Gaussian:

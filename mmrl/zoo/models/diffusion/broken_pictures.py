@@ -1,4 +1,4 @@
-"""Looks at the pictures of all prompts before the first one is sampled."""
+"""Checks the pictures of all prompts before sampling starts."""
 
 from __future__ import annotations
 

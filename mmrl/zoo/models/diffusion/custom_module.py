@@ -1,5 +1,5 @@
-"""Makes any network of your own a flow or diffusion policy: a file, the shape of a sample, the
-field of the prompt that it sees."""
+"""Makes your own network a flow or diffusion policy: a file, the shape of a sample, the prompt's
+field that it takes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Module(FlowPolicy, EncodesMedia, Exports):
 
     It is called as ``net(x, t, cond)`` with x [B, *shape], t [B] in 0..1 (1 is noise) and the
     values of ``field`` [B] or [B, C], or as ``net(x, t)`` without a field, and returns [B, *shape],
-    alone or as diffusers' networks do. What it gets are copies. Layers that are frozen stay so.
-    If it has an attribute ``process``, a ``samplers.processes.Process``, that says what its output
-    is; otherwise the velocity of a rectified flow.
+    alone or as diffusers' networks do. Its inputs are copies. Frozen layers stay frozen. Its
+    attribute ``process``, a ``samplers.processes.Process``, says what the output is; without one
+    it is the velocity of a rectified flow.
     """
 
     not_options = ()

@@ -45,7 +45,7 @@ class Flux2(FolderPolicy):
         **options: Any,
     ):
         """Extend the options of ``FolderPolicy``. text_length: tokens. text_layers: of the text
-        encoder, whose states are put side by side."""
+        encoder, whose states are concatenated."""
         self.text_length = text_length
         self.text_layers = tuple(text_layers)
         super().__init__(path, **options)
@@ -82,7 +82,7 @@ class Flux2(FolderPolicy):
         return images
 
     def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
-        """Encode to latents [B, C, H, W], the inverse of ``unpatched`` behind the autoencoder."""
+        """Encode to latents [B, C, H, W]: the autoencoder, then the inverse of ``unpatched``."""
         patches = torch.pixel_unshuffle(vae.encode(pixels).latent_dist.mode(), 2)
         mean, var = (
             x.view(1, -1, 1, 1).to(patches) for x in (vae.bn.running_mean, vae.bn.running_var)

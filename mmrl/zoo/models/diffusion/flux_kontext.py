@@ -1,5 +1,4 @@
-"""Trains FLUX.1 Kontext (Batifol et al. 2025): FLUX.1 that sees an image beside the one it
-makes."""
+"""Trains FLUX.1 Kontext (Batifol et al. 2025): FLUX.1 conditioned on an image."""
 
 from __future__ import annotations
 

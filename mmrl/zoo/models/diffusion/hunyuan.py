@@ -80,7 +80,7 @@ class HunyuanVideo(VideoFolderPolicy):
         return output
 
     def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> Tensor:
-        """Return what the network sees of latents."""
+        """Return the network's input for latents."""
         return x
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:

@@ -1,5 +1,4 @@
-"""Gives image-to-image families what they share: images to edit are read, resized and encoded as
-latents."""
+"""The base of image-to-image families: images to edit are read, resized and encoded as latents."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class EditPolicy(FolderPolicy):
 
 
 class Request(str):
-    """Pairs a text with an image, and equals another where both do: the key under which an encoding
-    is kept."""
+    """Pairs a text with an image as a cache key: pairs are equal if both parts are."""
 
     text: str
     image: Any

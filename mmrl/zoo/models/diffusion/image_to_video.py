@@ -1,5 +1,5 @@
-"""Gives image-to-video families what they share: the prompt's first frame is encoded once and held
-beside its text."""
+"""The base of image-to-video families: the prompt's first frame is encoded once and kept with its
+text."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ class FirstFrame(VideoFolderPolicy):
     def demonstrate(
         self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
     ) -> Rollout:
-        """Learn videos of others, whose image is cut and scaled as the video is: stretched, as
-        sampling does with images of other proportions, it would not be where the video begins."""
+        """Train on external videos, whose image is cropped and scaled like the video: stretched, as
+        sampling does with images of another aspect ratio, it would not match the first frame."""
         rows = zip(prompts, answers, strict=True)
         shown = [self._beginning(prompt, answer) for prompt, answer in rows]
         return super().demonstrate(shown, answers, rng, score=score)

@@ -101,8 +101,8 @@ class UNetPolicy(FolderPolicy):
         return output
 
     def time_condition(self, x: Tensor, cond: dict[str, Any]) -> Tensor | None:
-        """Return what a distilled network takes beside the time: its guidance scale as [B, C] sines
-        and cosines, by the pipeline's own function, as the angles are large."""
+        """Return a distilled network's extra input: the guidance scale as [B, C] sines and cosines,
+        by the pipeline's own function, as the angles are large."""
         from diffusers import LatentConsistencyModelPipeline
 
         wide = self.config.time_cond_proj_dim
@@ -183,8 +183,8 @@ class SDXL(UNetPolicy):
     def demonstrate(
         self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
     ) -> Rollout:
-        """Learn pictures of others, whose own size and cut the network is given, as in its
-        training."""
+        """Train on external pictures, with their original size and crop as conditions, as in
+        pre-training."""
         rollout = super().demonstrate(prompts, answers, rng, score=score)
         conditions: Tensor = rollout.cond["time_ids"]
         rows = [

@@ -1,5 +1,5 @@
-"""Gives video families in diffusers' folder format what they share: frames, latents with a time
-axis, decoding."""
+"""The base of video families in diffusers' folder format: frames, latents with a time axis,
+decoding."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Experts(nn.Module):
             predicted = expert(hidden_states[rows], timestep[rows], return_dict=False, **chosen)[0]
             if is_used:
                 velocity[rows] = predicted
-            # only so that this process gathers and reduces this expert's weights as the others do
+            # a dummy pass, so that this process joins the collective calls for this expert
             else:
                 nowhere = torch.zeros_like(predicted, dtype=torch.bool)
                 velocity[rows] = torch.where(nowhere, predicted, velocity[rows])
@@ -171,7 +171,7 @@ class Wan(VideoFolderPolicy):
         return {"encoder_hidden_states": cond["text"]}
 
     def network_inputs(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return what the network sees of latents at timesteps t [B]: Wan 2.2 TI2V has a time for
+        """Return the network's inputs for latents at timesteps t [B]: Wan 2.2 TI2V has a time for
         every token."""
         if not self.expand:
             return x, t

@@ -171,7 +171,7 @@ class Emu3(EncodedImagePolicy, KeepsWhole):
         return causal.padded(cond, self.pad, least)
 
     def empty(self, inputs: Inputs) -> Inputs:
-        """Encode the negative prompt, with the same size and start of an image behind it."""
+        """Encode the negative prompt, followed by the same size and start of an image."""
         rows, length = inputs["ids"].shape
         short = max(0, length - self.negative.shape[1])
         negative = {

@@ -135,8 +135,8 @@ class JanusNet(ImageNet):
         return self.affine(self.lift(hidden))
 
     def codes(self, pixels: Tensor) -> Tensor:
-        """Encode pixels [B, 3, H, W] in -1..1 to ids [B, T]: the entry of the codebook that points
-        most nearly where the latent does, as the model was trained."""
+        """Encode pixels [B, 3, H, W] in -1..1 to ids [B, T]: the codebook entry of the highest
+        cosine similarity to the latent, as the model was trained."""
         vq = self.hf.model.vqmodel
         z = vq.quant_conv(vq.encoder(pixels.to(vq.quant_conv.weight.dtype)))
         flat = F.normalize(z.permute(0, 2, 3, 1).flatten(0, 2).float(), dim=-1)

@@ -37,7 +37,7 @@ def token(
     """Return the hidden states [B, 1, H] for the head, from inputs x [B, 1, H]; writes their keys
     and values at ``place``."""
     for layer, room in zip(model.layers, rooms, strict=True):
-        # FSDP2 gathers the weights of a layer that is called, ours is not
+        # FSDP2 gathers the weights of a layer when it is called; here it is not
         sharded = hasattr(layer, "unshard")
         if sharded:
             layer.unshard()

@@ -58,7 +58,7 @@ class LlamaGen(EncodedImagePolicy):
         """Load the transformer and its tokenizer. path: the transformer's checkpoint, one of the
         published training, or a folder as exported. vq: the tokenizer's checkpoint. size: pixels a
         side; None: what the checkpoint, its name or the folder says. cfg_interval: as the published
-        option: guidance ends behind that many tokens and two; None: never. heads: None is the
+        option: guidance ends after that many tokens plus two; None: never. heads: None is the
         published number for its width. text_encoder: T5, for a text-conditional one.
         text_encoder_placement: where it goes after use. dtype: of the transformer."""
         place = checkpoints.find(path)

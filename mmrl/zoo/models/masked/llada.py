@@ -1,5 +1,5 @@
-"""LLaDA's network (Nie et al. 2025), under the names of its published weights: a Llama whose places
-all see each other. MMaDA's is the same with more tokens."""
+"""LLaDA's network (Nie et al. 2025), under the names of its published weights: a bidirectional
+Llama. MMaDA's is the same with more tokens."""
 
 from __future__ import annotations
 

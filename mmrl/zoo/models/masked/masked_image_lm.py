@@ -109,7 +109,7 @@ class MaskedImageLM(MaskedLM, EncodesMedia):
             self.media = MediaFormat((side * self.codec.factor, side * self.codec.factor))
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Encode the prompts, and behind them the empty one, padded alike."""
+        """Encode the prompts, followed by the empty one, with the same padding."""
         rows = self.padded_ids([self._ids(text) for text in [*texts_of(prompts), ""]])
         last = {key: value[-1:] for key, value in rows.items()}
         return {key: value[:-1] for key, value in rows.items()} | {"uncond": last}
@@ -118,8 +118,8 @@ class MaskedImageLM(MaskedLM, EncodesMedia):
         return self._tokens(self.prompt.replace("{text}", text))
 
     def _tokens(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text; where names have ids of their own, these and nothing else than
-        what stands there."""
+        """Return the ids of a text. Where ``special_tokens`` are named they get their ids, and the
+        tokenizer adds no others."""
         named = self.special_tokens
         if not named:
             ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids

@@ -34,10 +34,10 @@ class MaskedLM(MaskedDiffusion, WritesText, Exports):
 
     LLaDA, MMaDA and Dream are read as published, without their code (``published.py``). The
     protocol for others: transformers' auto classes load a model and a tokenizer of the folder,
-    and ``model(input_ids [B, L], attention_mask=[B, L]).logits`` [B, L, V] looks both ways,
+    and ``model(input_ids [B, L], attention_mask=[B, L]).logits`` [B, L, V] is bidirectional,
     position i for token i. With ``block_causal`` (LLaDA2, diffusers' LLaDA2Pipeline) blocks are
-    counted from the prompt's first token, the model is given ``position_ids`` [B, L] too, and a
-    block that is being written sees itself and what is before it.
+    counted from the prompt's first token, the model also gets ``position_ids`` [B, L], and a block
+    attends to itself and to earlier ones.
     """
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="text")
@@ -96,8 +96,8 @@ class MaskedLM(MaskedDiffusion, WritesText, Exports):
                 f"{mask_id}"
             )
         self.end = self.tokenizer.eos_token_id
-        self.hole = mask_id  # what the network reads in the place of a hidden token
-        self.suffix: list[int] = []  # tokens behind every answer
+        self.hole = mask_id  # the network's input for a hidden token
+        self.suffix: list[int] = []  # tokens after every answer
         super().__init__(net, max_new_tokens, mask_id, steps=steps, blocks=blocks, **options)
         self.report.code = local_code.files_of(net) if remote_code else {}
         self.report.notes = local_code.note(self.report.code)
@@ -154,7 +154,7 @@ class MaskedLM(MaskedDiffusion, WritesText, Exports):
         return ids
 
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        """Compute the logits with each answer directly behind its prompt, so that no row depends on
+        """Compute the logits with each answer directly after its prompt, so that no row depends on
         the length of another's prompt."""
         prompt = cond["ids"]
         size = cond["size"][:, None]
@@ -323,8 +323,8 @@ def sizes_of(net: nn.Module) -> tuple[int | None, float]:
 
 
 def _in_the_open(net: nn.Module, inputs: Any, output: Any) -> Any:
-    """Give logits that a user's code returns in an object of its own a place where DDP and FSDP2
-    find them: they take weights that lead to no tensor they see for unused."""
+    """Expose logits that a user's code returns in a custom object to DDP and FSDP2, which take
+    weights that lead to no tensor they find for unused."""
     from transformers.modeling_outputs import MaskedLMOutput
 
     known = isinstance(output, (Tensor, tuple, dict))

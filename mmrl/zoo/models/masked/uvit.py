@@ -81,8 +81,8 @@ def _pointwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def quicken(net: Any, kernel: Kernel) -> None:
-    """Let a UVit2DModel take texts by rows and compute logits at some places only; its output stays
-    the same."""
+    """Let a UVit2DModel take texts by rows and compute logits only at some places, with the same
+    output."""
     net.set_attn_processor(SharedText(kernel))
     net.mlm_layer.forward = SelectiveHead(net.mlm_layer)
 

@@ -1,4 +1,4 @@
-"""Says what the code of a unified model must offer, and carries its two passes for the trainer."""
+"""The interface of a unified model's code, and the module that wraps its two passes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class TextAndFlow(Protocol):
         passes take of a prompt, [P, *], such as its pictures."""
 
     def text_logits(self, ids: Tensor, mask: Tensor, at: Tensor, **shown: Tensor) -> Tensor:
-        """Return logits [B, n, V] of the tokens that follow the places ``at`` [B, n]; no place
-        looks at one behind it, or at one whose mask is False."""
+        """Return logits [B, n, V] of the tokens that follow the places ``at`` [B, n]; attention is
+        causal and excludes places whose mask is False."""
 
     def velocity(
         self, latents: Tensor, time: Tensor, ids: Tensor, mask: Tensor, **shown: Tensor
@@ -88,7 +88,7 @@ def checked(model: Any, name: str) -> nn.Module:
 
 
 def check_prompts(encoded: dict[str, Tensor], prompts: int) -> None:
-    """Refuse what ``encode`` returned where it is not one row a prompt, padded on the left."""
+    """Refuse an output of ``encode`` that is not one row a prompt, padded on the left."""
     if not {"ids", "mask"} <= set(encoded):
         raise UserError("policy option code: encode must return ids and mask, both [P, S]")
     plain = [name for name, value in encoded.items() if not isinstance(value, Tensor)]

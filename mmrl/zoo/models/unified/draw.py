@@ -50,7 +50,7 @@ def write(
         value = recorded(quantities, drawn.logits, drawn.warped)
         values[:, k] = torch.where(going[:, None], value.to(values), 0.0)
         going = going & ~torch.isin(drawn.token, stops)
-        left, every = torch.stack([going.any(), going.all()]).tolist()  # one wait for both
+        left, every = torch.stack([going.any(), going.all()]).tolist()  # one device sync for both
         if not (busy(left) if busy else left):
             break
         state.whole = state.whole and every

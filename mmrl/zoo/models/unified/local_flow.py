@@ -1,4 +1,4 @@
-"""Trains a unified model by code of your own: text token by token, pictures by flow (BAGEL,
+"""Trains a unified model from your own code: text token by token, pictures by flow (BAGEL,
 Show-o2)."""
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ class UnifiedFlow(FlowPolicy, EvaluatesGreedily, Exports, FillsIdleRows):
 
 
 def _placed(pictures: Rollout, places: Tensor, rows: int) -> Rollout:
-    """Spread rows to their ``places`` among so many; the others have empty paths, without
+    """Spread pictures to their ``places`` among ``rows`` rows; the others have empty paths, without
     decisions."""
 
     def spread(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trains one masked transformer over text and picture tokens by code of your own (MMaDA,
+"""Trains one masked transformer over text and picture tokens from your own code (MMaDA,
 Lumina-DiMOO): answers and pictures in one batch."""
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ class UnifiedMasked(TokenPolicy, Demonstrates, Guided, Exports):
     def demonstrate(
         self, prompts: list[Prompt], answers: Sequence[Any], rng: Rng, *, score: bool = True
     ) -> Rollout:
-        """Make a rollout of texts and pictures that somebody else made, in an order in which the
-        sampler could have revealed them."""
+        """Make a rollout of demonstrations, texts and pictures, in an order in which the sampler
+        could have revealed them."""
         row, group = rows_and_groups(prompts, 1, rng, self.device)
         cond = self.encode(prompts)
         present = torch.zeros_like(cond["draws"])
@@ -319,7 +319,7 @@ class UnifiedMasked(TokenPolicy, Demonstrates, Guided, Exports):
 
     def dist(self, point: Point) -> Words:
         """Compute the distributions of rows of both kinds. Shards are gathered for a pass of each
-        kind on every process: one without such rows passes its first, which counts for nothing."""
+        kind on every process: one without such rows makes a dummy pass of its first."""
         where = somewhere(point.mask)
         draws = on_host(point.cond["draws"][point.group])
         parts = []

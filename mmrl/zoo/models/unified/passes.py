@@ -1,5 +1,5 @@
-"""Samples for a unified policy: plans and their images, answers, each kind of prompt in passes of
-its own."""
+"""Samples for a unified policy: plans and their images, answers, each kind of prompt in separate
+passes."""
 
 from __future__ import annotations
 

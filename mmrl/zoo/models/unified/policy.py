@@ -1,5 +1,5 @@
-"""Trains Janus as one policy of text and images: plans before images, images, answers to questions
-about images."""
+"""Trains Janus as one policy of text and images: plans, images, answers to questions about
+images."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from samplers.warp import Warp
 
 @POLICIES.register("janus_unified")
 class JanusUnified(Passes, EvaluatesGreedily, Measures):
-    """Trains both heads of Janus: plans, then images (T2I-R1, ReasonGen-R1), answers beside
+    """Trains both heads of Janus: plans, then images (T2I-R1, ReasonGen-R1), and answers
     (PairUni)."""
 
     # images, texts, or both in one batch
@@ -154,7 +154,7 @@ class JanusUnified(Passes, EvaluatesGreedily, Measures):
         return in_order(draws.tolist(), pictures, partial(self._text, rollout))
 
     def texts(self, rollout: Rollout) -> list[str]:
-        """Return the plan or answer of every row, for people to read: nothing is scored by it."""
+        """Return the plan or answer of every row, for people to read; it is not scored."""
         rows = rollout.sample[:, : self.tokens].tolist()
         return [self.reader.decode([token for token in row if token >= 0]) for row in rows]
 

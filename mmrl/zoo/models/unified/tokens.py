@@ -1,5 +1,4 @@
-"""Presents the tokens of sequences whose parts come from different heads as one distribution to
-objectives."""
+"""One distribution for objectives over token sequences whose parts come from different heads."""
 
 from __future__ import annotations
 
@@ -86,6 +85,6 @@ class SegmentTokens:
 
 @dataclass(frozen=True)
 class ToldSegments:
-    """Holds what a model elsewhere says of the tokens of each head; None: of none."""
+    """Holds a remote model's distributions of the tokens of each head; None: it has none."""
 
     parts: Sequence[ToldTokens | None]

@@ -1,4 +1,4 @@
-"""Writes texts with code of a user's own, and scores them by one pass."""
+"""Writes texts with a user's model code, and scores them in one pass."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from samplers.warp import Warp
 
 
 def read(ids: Tensor, mask: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Put the text [b, W] behind the prompt [b, S]: ids and mask [b, S + W]."""
+    """Append the text [b, W] to the prompt [b, S]: ids and mask [b, S + W]."""
     behind = text.clamp_min(0)
     return torch.cat([ids, behind], 1), torch.cat([mask, text != NONE], 1)
 
 
 def answer_logits(net: nn.Module, shown: Mapping[str, Tensor], text: Tensor) -> Tensor:
-    """Compute the logits [b, W, V] of the tokens of text [b, W] by one pass."""
+    """Compute the logits [b, W, V] of the tokens of text [b, W] in one pass."""
     rest = dict(shown)
     prompt = rest.pop("ids")
     ids, mask = read(prompt, rest.pop("mask"), text[:, :-1])
@@ -38,8 +38,8 @@ def write(
     limit: Tensor,
     busy: Callable[[bool], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sample texts [b, W], ``NONE`` behind a stop token and behind ``limit`` [b] tokens, with
-    log-probs [b, W], by inversion at ``uniform`` [b, W]; on the model's cache, where it has one.
+    """Sample texts [b, W], ``NONE`` after a stop token and after ``limit`` [b] tokens, with
+    log-probs [b, W], by inversion at ``uniform`` [b, W]; on the model's KV cache, if it has one.
     ``busy`` as of ``draw.write``."""
     rest = dict(shown)
     ids, mask = rest.pop("ids"), rest.pop("mask")

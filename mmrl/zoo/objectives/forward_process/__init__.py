@@ -1,1 +1,1 @@
-"""Objectives that look at finished samples, noised again."""
+"""Objectives on finished samples that are noised again (the forward process)."""

@@ -42,7 +42,7 @@ SCORES: dict[
 @OBJECTIVES.register("awm")
 @dataclass
 class AWM(Regularised):
-    """Clip the policy gradient of a weighted denoising error in place of the log-prob (AWM).
+    """Clip a policy gradient whose log-prob is minus a weighted denoising error (AWM).
 
     Xue et al. 2025, "Advantage Weighted Matching: Aligning RL with Pretraining in Diffusion
     Models". The ratio is between the live and the sampling weights at the same time and noise; its
@@ -51,8 +51,8 @@ class AWM(Regularised):
     weighting: of the error l at time t: uniform -l, t -l t, t2 -l t^2, huber about -sqrt(l) t,
     ghuber about -4 l^(1/4) t. clip_range: range of the ratio, one number or [low, high]. kl,
     ema_kl: weights of the squared distances of the velocity to the reference's and to that of the
-    moving average of the weights, which ``train.ema`` keeps; kl also says how it changes.
-    num_noise_draws, timestep_sampler: how many times a sample is looked at, and which.
+    moving average of the weights, which ``train.ema`` keeps; kl may be a schedule.
+    num_noise_draws, timestep_sampler: number and distribution of a sample's times.
     """
 
     requires = Requires("gaussian", reads="sample", proportional=True)
@@ -86,7 +86,7 @@ class AWM(Regularised):
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         dist = policy.dist(point)
-        # on policy they are the live weights: a look at them would say the same once more
+        # on policy these are the live weights: no second pass is needed
         old = None if point.on_policy else frozen(policy, "old", point)
         t = point.time[:, None].double()
         new = self.score(error(dist, point).double(), t)

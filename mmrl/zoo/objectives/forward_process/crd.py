@@ -36,7 +36,7 @@ from samplers.noise import Rng
 
 @dataclass(frozen=True, kw_only=True)
 class Centred(Fields):
-    """Holds what a row is fitted to, one column for each direction of weights."""
+    """Holds the targets of a row, one column for each direction of weights."""
 
     optimality: Tensor  # [B, D] wanted reward less its centre
     implicit_mean: Tensor  # [B, D] centre of the model's own rewards
@@ -46,19 +46,19 @@ class Centred(Fields):
 @OBJECTIVES.register("crd")
 @dataclass
 class CRD(Regularised, Couples, TracksOld):
-    """Fit the model's implicit reward, centred over a group, to the reward, centred alike (CRD).
+    """Fit the model's implicit reward to the reward, both centred over the group (CRD).
 
     Flow-Factory's "Centered Reward Distillation". With q the denoising error over its mean absolute
     value, the implicit reward is r = -(q - q_old) and the wanted one a = 1/2 + A / (2
     advantage_clip); both are centred by their mean under weights p, and (beta r_c - a_c)^2 ("mse")
     or the cross-entropy of sigmoid(beta r_c) with sigmoid(a_c) ("bce") is minimised. temperature:
-    None has equal weights, else p = softmax(a / temperature), and once more with the sign turned; 0
-    is what the published code's 0 comes to, softmax(a), and once more equal weights. centre: over
-    the group, or as published over all rows of an optimizer step.
+    None has equal weights; else the loss is the mean over p = softmax(a / temperature) and p =
+    softmax(-a / temperature); 0 does what the published code does at 0: softmax(a) and equal
+    weights. centre: over the group, or as published over all rows of an optimizer step.
 
     kl: weight of the squared distance of the velocity to the reference's, whose guidance is
-    ``ref_guidance``, or how it changes. old_decay_rate: after step n, old = min(old_decay_min +
-    old_decay_rate n, old_decay_max) old + the rest of the live weights.
+    ``ref_guidance``, or a schedule. old_decay_rate: after step n, old = d old + (1 - d) live with d
+    = min(old_decay_min + old_decay_rate n, old_decay_max).
     """
 
     requires = Requires("gaussian", reads="sample")
@@ -97,7 +97,7 @@ class CRD(Regularised, Couples, TracksOld):
         return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """Return [B, 2]: the model's implicit reward, and q_old, which ``loss`` wants again."""
+        """Return [B, 2]: the model's implicit reward, and q_old, which ``loss`` needs again."""
         old = self._old(policy, point)
         return torch.cat([old - _scaled(velocity(policy.dist(point)), point.target), old], 1)
 
@@ -106,7 +106,7 @@ class CRD(Regularised, Couples, TracksOld):
         measured, old = measured.to(point.advantage.device).split(1, 1)
         optimality = self._optimality(point.advantage)
         group = comparisons(point)
-        trained = point.mask.any(1, keepdim=True)  # an idle process's row counts nothing
+        trained = point.mask.any(1, keepdim=True)  # an idle process's row has no weight
 
         def total(x: Tensor) -> Tensor:
             """Return [B, 1]: the sum over those that x [B, 1] is compared with."""

@@ -36,11 +36,11 @@ from samplers.noise import Rng
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Fields):
-    """Holds what the comparison of a group says of a row."""
+    """Holds what a row gets from the comparison of its group."""
 
     advantage: Tensor  # [B, 1] times the group's weight sigmoid(S)
     old_error: Tensor | None  # [B, 1] under the old weights; None: nothing is clipped
-    start: Tensor | None  # [B, *] velocity of the weights of the start; None: without a KL
+    start: Tensor | None  # [B, *] velocity of the initial weights; None: without a KL
 
 
 @OBJECTIVES.register("dgpo")
@@ -53,12 +53,12 @@ class DGPO(Regularised, Couples, TracksOld):
     minimises mean_i sigmoid(S) A_i d_i, whose gradient is that of (1 / beta) mean_g softplus(S_g).
 
     clip_range: a sample's error gives no gradient once exp(d^old - d) has moved by that much in its
-    direction; null: always. reference: the weights of d^ref: those of the start, guided by
+    direction; null: no clip. reference: the weights of d^ref: the initial ones, guided by
     ``ref_guidance``, or the old ones, a moving average. kl: weight of the squared distance of the
-    velocity to that of the weights of the start, guided likewise, or how it changes.
-    num_noise_draws, timestep_sampler: how many times of the forward process a sample is looked at,
-    and which. behavior_policy: the weights that sample. old_decay_rate: after step n, old =
-    min(old_decay_max, old_decay_rate n) old + the rest of the live weights.
+    velocity to that of the initial weights, guided likewise, or a schedule. num_noise_draws,
+    timestep_sampler: number and distribution of a sample's times of the forward process.
+    behavior_policy: the weights that sample. old_decay_rate: after step n, old = c old + (1 - c)
+    live with c = min(old_decay_max, old_decay_rate n).
     """
 
     requires = Requires("gaussian", reads="sample")
@@ -100,8 +100,8 @@ class DGPO(Regularised, Couples, TracksOld):
         return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """Return [B, 2 + D]: by how much the error exceeds the reference's; to clip, the error
-        under the old weights; and the velocity of the start's weights, which ``loss`` wants
+        """Return [B, 2 + D]: the excess of the error over the reference's; for the clip, the error
+        under the old weights; and the velocity of the initial weights, which ``loss`` needs
         again."""
         live = error(policy.dist(point), point)
         lagging = self.clip_range or self.reference == "old"
@@ -152,7 +152,7 @@ class DGPO(Regularised, Couples, TracksOld):
 
     @property
     def _based(self) -> bool:
-        """Tell whether the weights of the start are looked at."""
+        """Tell whether the initial weights are needed."""
         return self.reference == "ref" or self.term.active
 
     def _start(self, policy: Policy, point: Point) -> Dist:

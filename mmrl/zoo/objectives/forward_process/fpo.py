@@ -26,8 +26,7 @@ from samplers.noise import Rng
 @OBJECTIVES.register("fpo")
 @dataclass
 class FPO(Couples):
-    """Clip as PPO does the ratio exp(mean (l_old - l)) of denoising errors l at the same noise
-    (FPO).
+    """PPO's clip on the ratio exp(mean (l_old - l)) of denoising errors l at the same noise (FPO).
 
     McAllister et al. 2025, "Flow Matching Policy Gradients", eq. 13: the mean stands in the
     exponent, so all draws of a sample have one ratio and are clipped together. clip_range: its

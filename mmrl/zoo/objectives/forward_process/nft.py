@@ -27,7 +27,7 @@ from samplers.noise import Rng
 @OBJECTIVES.register("nft")
 @dataclass
 class NFT(Regularised, TracksOld):
-    """Fit good samples with the velocity, bad ones with its mirror image at the old one
+    """Fit good samples with the velocity, bad ones with its reflection at the old one
     (DiffusionNFT).
 
     Zheng et al. 2025, "DiffusionNFT: Online Diffusion Reinforcement with Forward Process", eq. 5.
@@ -35,10 +35,10 @@ class NFT(Regularised, TracksOld):
     of v+ = beta v + (1 - beta) v_old and of v- = (1 + beta) v_old - beta v, each divided by its own
     mean absolute value.
 
-    kl: weight of the squared distance of the velocity to the reference's, or how it changes.
-    num_noise_draws, timestep_sampler: how many times of the forward process a sample is looked at,
-    and which. decay: the old weights, which also sample, follow the live ones: 0 at once, 1 with
-    min(0.001 step, 0.5) kept, 2 with min(0.0075 (step - 75), 0.999) kept.
+    kl: weight of the squared distance of the velocity to the reference's, or a schedule.
+    num_noise_draws, timestep_sampler: number and distribution of a sample's times of the forward
+    process. decay: how the old weights, which also sample, follow the live ones: 0 at once, 1 with
+    decay min(0.001 step, 0.5), 2 with decay min(0.0075 (step - 75), 0.999).
     """
 
     requires = Requires("gaussian", reads="sample")

@@ -1,4 +1,4 @@
-"""Fit the samples themselves, the better the more."""
+"""Reward-weighted regression on the samples."""
 
 from __future__ import annotations
 
