@@ -51,7 +51,7 @@ hypothesis.settings.load_profile("mmrl")
 
 def pytest_collection_modifyitems(config, items):
     """Tests marked gpu need a CUDA device. Rooms with long tests come first,
-    so that a worker without tests of its own still finds some to take over from the other."""
+    so that an idle worker still finds some to take over from the other."""
     items.sort(key=lambda item: item.path.parent.name not in ("train", "scripts", "notebooks"))
     skip = pytest.mark.skip(reason="no CUDA device")
     for item in items:

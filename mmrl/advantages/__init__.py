@@ -1,6 +1,5 @@
-"""Advantages say what a reward is worth beside others; ``mmrl.core.registry.ADVANTAGES`` names
-them. A name is loaded when it is first used; a function that has the name of its module is imported
-from there."""
+"""Advantages compare a reward with others; ``mmrl.core.registry.ADVANTAGES`` names them. A name is
+loaded when it is first used; a function that has the name of its module is imported from there."""
 
 import lazy_loader
 

@@ -38,7 +38,7 @@ def group(
     zero_variance_groups: ZeroVariance = "keep",
     best_of: int | None = None,
 ) -> Tensor:
-    """Compare with the group: (reward - mean of the group) / std, every choice open.
+    """Compare with the group: (reward - mean of the group) / std, with every choice an option.
 
     std: of the group, of all rewards, or none. eps: added to the std, its least value, or added to
     the variance. combine: several rewards are summed, then normalised; or each is normalised, then

@@ -121,8 +121,8 @@ def reward_called(
 
 
 def replaced(double: Rewards, name: str | None, shaped: Tensor, groups: Groups) -> Rewards:
-    """Put a shaped reward [B] in the place of the one called ``name``, or of the sum of all for
-    None; missing rows are NaN in every reward."""
+    """Replace the reward called ``name``, or the sum of all for None, by a shaped one [B]; missing
+    rows are NaN in every reward."""
     parts = {"shaped": shaped} if name is None else {**double, name: shaped}
     weights = None if name is None else double.weights
     return Rewards(

@@ -42,8 +42,8 @@ def restore(advantage: Any, states: dict[str, Any]) -> None:
 
 
 def stateful(advantage: Any) -> Iterator[tuple[str, Any]]:
-    """Walk over bound options, attributes and containers; yield (place, part) once for each part
-    with a state."""
+    """Walk over bound options, attributes and containers; yield (place, part) for each part with a
+    state, once."""
     yield from _walk(advantage, "", set())
 
 

@@ -89,8 +89,8 @@ def combined(
 
 
 def flat_rows(rewards: Rewards, groups: Groups, combine: Combine) -> Tensor:
-    """Mark the rows [B] whose group has no spread in the total or, if each is normalised apart, in
-    any reward."""
+    """Mark the rows [B] whose group has no spread in the total or, if each reward is normalised
+    separately, in any reward."""
     if combine == "sum":
         return groups.flat(rewards.total())[groups.index]
     return torch.stack([groups.flat(x) for x in rewards.values()]).all(0)[groups.index]

@@ -77,7 +77,7 @@ def steps_of(rewards: Rewards, rollout: Rollout) -> int:
 
 @ADVANTAGES.register("process")
 def process(rewards: Rewards | Tensor, rollout: Rollout, *, eps: float = 1e-4) -> Tensor:
-    """Normalise rewards of steps over the group; a step is worth what comes from it on.
+    """Normalise rewards of steps over the group; a step's advantage sums them from there on.
 
     GRPO with process supervision (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.3).
     Rewards of whole samples are normalised in their group and count at every step. Several are

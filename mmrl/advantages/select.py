@@ -30,7 +30,7 @@ def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor
 def ranks(score: Tensor, groups: Groups, row: Tensor) -> Tensor:
     """Return the place [B] of every present row in its group, 0 for the lowest score [B].
 
-    Equal scores are ordered by ``row`` [B], the row ids. The places of missing rows say nothing.
+    Equal scores are ordered by ``row`` [B], the row ids. The places of missing rows are undefined.
     """
     size = groups.size()  # [P]
     # the missing come after every group

@@ -17,9 +17,9 @@ def batch(prompts: Sequence[Prompt], count: int, iteration: int, seed: int) -> l
     """Return the prompts of an iteration, ``count`` of them: epoch after epoch, each in its own
     random order.
 
-    Nothing is remembered between calls: the position in the data is the iteration, so a resumed run
-    continues exactly. No prompt repeats within an epoch; a batch may lie across two epochs, or wrap
-    around several when it is larger.
+    Stateless: the position in the data follows from the iteration, so a resumed run continues
+    exactly. No prompt repeats within an epoch; a batch may span two epochs, or several if it is
+    larger.
     """
     if not prompts:
         raise UserError("there are no prompts to draw from")
@@ -50,14 +50,15 @@ class Curriculum(Sequence[Prompt]):
 
     @property
     def measures(self) -> frozenset[str]:
-        """Name what of an iteration's answers is to be told by ``see`` before ``learn``:
+        """Name what ``see`` is to be given of an iteration's answers before ``learn``:
         "diversity", how much those to a prompt differ, 0 to 1; "entropy", of every answer [reward,
         mean entropy of its decisions]."""
         return frozenset()
 
     @property
     def prompts_per_question(self) -> int:
-        """Tell how many neighbours of a batch are one question, whose answers are compared."""
+        """Return how many consecutive prompts of a batch are one question, whose answers are
+        compared."""
         return 1
 
     def __len__(self) -> int:
@@ -82,44 +83,45 @@ class Curriculum(Sequence[Prompt]):
         return prompt
 
     def reserved(self, count: int, iteration: int) -> list[Prompt]:
-        """Return the prompts that an iteration of ``count`` must ask, whoever chooses the rest."""
+        """Return the prompts that an iteration of ``count`` must include, whoever chooses the
+        rest."""
         return []
 
     @abstractmethod
     def restricted(self, prompts: Sequence[Prompt]) -> Curriculum:
-        """Return the same curriculum of some of its prompts, of which nothing is known yet."""
+        """Return the same curriculum over some of its prompts, with no history."""
 
     def shares(self, iteration: int) -> Mapping[str, float]:
-        """Return how much of an iteration each source of a mixture has; {}: it is no mixture."""
+        """Return the share of an iteration of each source of a mixture; {}: it is no mixture."""
         return {}
 
     def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
-        """Say how often each of the prompts of an iteration is answered: ``group_size`` times each
-        on average, or each as often as a list says."""
+        """Return how often each prompt of an iteration is answered: ``group_size`` times, or a list
+        of numbers with that mean."""
         return group_size
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """Take in how the groups of an iteration were rewarded; called alike on all processes."""
+        """Learn from the rewards of an iteration's groups; called on all processes alike."""
 
     def see_update(self, metrics: Mapping[str, float]) -> None:
-        """Take in the metrics of an iteration's update, before ``learn``; called alike on all
-        processes."""
+        """Receive the metrics of an iteration's update, before ``learn``; called on all processes
+        alike."""
 
     def see(self, name: str, values: Mapping[int, Any]) -> None:
-        """Take in what was measured of prompts, by ``entry``: one of ``measures``, or "drift", how
-        far the policy has moved since it last answered; called alike on all processes."""
+        """Receive measurements of prompts, by ``entry``: one of ``measures``, or "drift", how far
+        the policy has moved since it last answered; called on all processes alike."""
 
     def predict_by(self, predict: Callable[[Sequence[Prompt]], list[float]]) -> None:
-        """Take what predicts the rewards of prompts by a value model of the policy's kind; it is
-        called alike on all processes."""
+        """Receive a function that predicts the rewards of prompts by a value model of the policy's
+        kind; it must be called on all processes alike."""
 
     def rescoring(self, iteration: int) -> int:
-        """Say how many answers to every prompt are wanted after this iteration, only to be
-        measured; 0: none."""
+        """Return how many answers to every prompt to sample after this iteration, for measurement
+        only; 0: none."""
         return 0
 
     def renew(self, outcomes: Sequence[Outcome], diversity: Mapping[int, float]) -> None:
-        """Take in such answers to all prompts; called alike on all processes."""
+        """Receive the results of such answers to all prompts; called on all processes alike."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -143,13 +145,13 @@ class Epochs(Curriculum):
 
 
 def as_curriculum(prompts: Sequence[Prompt]) -> Curriculum:
-    """Return plain prompts as what draws them, a curriculum as it is."""
+    """Wrap plain prompts as a curriculum; return a curriculum as it is."""
     return prompts if isinstance(prompts, Curriculum) else Epochs(prompts)
 
 
 class Outcome(NamedTuple):
     """Holds the rewards of one group: the ``entry`` of its prompt, their mean, whether they are all
-    equal, and each that could be scored."""
+    equal, and all that could be scored."""
 
     entry: int
     mean: float

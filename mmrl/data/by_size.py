@@ -1,4 +1,4 @@
-"""Draws iterations of pictures that have one size, where those of the data have several."""
+"""Draws iterations of images of one size, if those of the data have several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmrl.data.base import Curriculum, place
 
 class BySize(Curriculum):
     """Draws every iteration from the prompts of one size: an epoch goes through those of each size
-    in a random order, in as many iterations as they fill, and the sizes take turns at random.
+    in a random order, in as many iterations as they fill, and the sizes alternate at random.
 
     What an epoch's last iteration of a size lacks are the epoch's first prompts of that size.
     """

@@ -25,16 +25,16 @@ from mmrl.data.sources.reader import Part, Request
 from mmrl.data.sources.selection import renamed
 from mmrl.data.sources.text_files import Row
 
-# names of a row's file in use; of a row with both, the image is where the video begins
+# usual names of a row's file; in a row with both, the image is the video's first frame
 FILES = ("answer", "file_name", "video", "image", "file", "path", "img", "jpg", "png", "webp")
 TEXTS = ("text", "caption", "prompt")
 Side = Annotated[int, Ge(1)]
 Buckets = Annotated[list[tuple[Side, Side]], MinLen(1)]
-SHOWN = ("image", "video")  # beside the answer: what a prompt shows
+SHOWN = ("image", "video")  # besides the answer: what a prompt shows
 
 
 class Captioned(Intake):
-    """Reads pictures with captions, and says what was expected where there are none."""
+    """Reads pictures with captions, and reports what was expected if there are none."""
 
     def prompts(self, part: Part) -> list[Prompt]:
         try:
@@ -57,7 +57,7 @@ class Captioned(Intake):
 class Captions:
     """Read pictures or videos with captions, to learn from: a folder, any table of rows, the Hub.
 
-    path: a folder of files, each beside a .txt (or .caption) file of the same name that holds its
+    path: a folder of files, each with a .txt (or .caption) file of the same name that holds its
     caption, or with a ``metadata.jsonl`` (.csv, .parquet) of rows {file_name, text}, as data sets
     of the Hub have them; a file of such rows, whose paths start at the file, or that holds the
     pictures (parquet, arrow, WebDataset's .tar); or the id of a data set, owner/name. Other values
@@ -69,8 +69,8 @@ class Captions:
     are read. split, subset, revision: of a data set. streaming: read it as it is loaded, up to
     limit. broken: what happens if rows are. scan: look at every file before training.
     max_pixels: of a picture; a larger one is broken. buckets: sizes [height, width] that pictures
-    are trained at, each at that of the nearest proportions, which stands in the row as ``size``;
-    without them all are cut to the policy's size.
+    are trained at, each at that of the nearest aspect ratio, kept in the row as ``size``; without
+    them all are cropped to the policy's size.
 
     A list of captions makes a row of each; kohya's meta_cap.json is read too, tags after the
     caption.
@@ -116,12 +116,12 @@ class Captions:
             self._expanded,
             max_pixels,
         )
-        self.summary = intake.summary  # of which rows take note
+        self.summary = intake.summary  # to which rows report
         self.train, self.held_out = intake.divided(held_out, SPLIT, by_picture, self.divided_by)
 
     def _expanded(self, place: str, row: Any) -> Iterator[Row]:
-        """Make rows of one that stands for several: kohya's object of all pictures, and captions in
-        a list."""
+        """Expand a row that stands for several: kohya's object of all pictures, and captions in a
+        list."""
         names = (self.columns.get("text"), *TEXTS, "captions")
         for inner in kohya.rows(row, folder_of(place, self.folder)):
             known = inner if isinstance(inner, Mapping) else {}
@@ -139,7 +139,7 @@ class Captions:
     def _sized(
         self, prompts: list[Prompt], sizes: list[list[tuple[int, int]]]
     ) -> Mapping[int, str]:
-        """Give prompts the size of the nearest proportions; those of clips keep the policy's."""
+        """Set the size of prompts to the nearest aspect ratio; clips keep the policy's size."""
         for prompt, several in zip(prompts, sizes, strict=True):
             if several and 0 not in several[0] and not is_clip(self._pictures(prompt)[0]):
                 width, height = several[0]
@@ -165,7 +165,7 @@ class Captions:
         return rest | {"text": named[text], "answer": _answer(named, file, folder)}
 
     def _pictures(self, prompt: Prompt) -> list[Any]:
-        """Return what a scan opens of a row: its files, and what the prompt shows beside them."""
+        """Return what a scan opens of a row: its files, and what else the prompt shows."""
         shown = [prompt[key] for key in SHOWN if isinstance(prompt.get(key), str)]
         answer = prompt["answer"]
         files = answer if isinstance(answer, list) else [answer]

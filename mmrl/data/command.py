@@ -19,7 +19,7 @@ from mmrl.data.ledger import collecting, refuse_broken
 
 
 def _size_of(configuration: Config) -> framing.Size | None:
-    """Return the size of the pictures that the configuration's policy makes; None: it says none."""
+    """Return the size of the images that the configuration's policy makes; None: unknown."""
     spec: Any = configuration.plain.get("policy") or ""
     name, chosen = next(iter(spec.items())) if isinstance(spec, dict) else (str(spec), None)
     known = options_of(POLICIES[name]) if name in POLICIES else {}
@@ -28,7 +28,7 @@ def _size_of(configuration: Config) -> framing.Size | None:
 
 
 def row_size(prompt: Mapping[str, Any]) -> framing.Size | None:
-    """Return the size that a row asks for; None: it asks for none that is understood."""
+    """Return the size that a row asks for; None: it has none, or none that is valid."""
     size = prompt.get("size")
     sides = [size, size] if isinstance(size, int) else size
     if not isinstance(sides, (list, tuple)) or len(sides) != 2:
@@ -48,8 +48,8 @@ def show(
     """Read the data of a configuration, write a page about it if ``path`` names one, and return
     lines for the terminal.
 
-    ``needs`` raises UserError where rewards need what the prompts do not have; ``unfit`` lists what
-    the policy cannot take. Rows at which training would stop are named as it names them.
+    ``needs`` raises UserError if rewards need what the prompts lack; ``unfit`` lists what the
+    policy cannot take. Rows at which training would stop are reported as it would report them.
     """
     with collecting() as summaries:
         source = configuration.build("data", DATA)

@@ -1,4 +1,4 @@
-"""Reads what kohya's sd-scripts keep of pictures: meta_cap.json, an object {file: {caption, tags}},
+"""Reads the metadata of kohya's sd-scripts: meta_cap.json, an object {file: {caption, tags}},
 and folders called 10_name, whose pictures are repeated ten times an epoch there."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _is_of_all(row: Any) -> bool:
 
 
 def _file(name: str, folder: Path) -> str:
-    """Return the file that a key means, which may lack its ending."""
+    """Return the file that a key means, which may lack its suffix."""
     if (folder / name).suffix.lower() in PICTURES:
         return name
     endings = (folder / f"{name}{ending}" for ending in PICTURES)
@@ -46,7 +46,7 @@ def _file(name: str, folder: Path) -> str:
 
 
 def repeats(path: Any) -> int:
-    """Return how often a picture is repeated by the name of its folder; 1 where that says
-    nothing."""
+    """Return how often a picture is repeated by the name of its folder; 1 if the name has no
+    number."""
     matched = REPEATED.fullmatch(Path(path).parent.name) if isinstance(path, str) else None
     return int(matched[1]) if matched else 1

@@ -1,7 +1,7 @@
-"""Keeps account of what a data source read, left out, held out and met twice.
+"""Counts what a data source read, left out, held out and found twice.
 
 Sources report a ``Summary`` when they are built; ``collecting`` takes them, so that a run, a dry
-run and ``mmrl data`` can say what will be trained on, whatever curricula lie around the sources.
+run and ``mmrl data`` can say what will be trained on, whatever curricula wrap the sources.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHOWN = 5  # rows in a message
 
 @dataclass
 class Summary:
-    """Counts the rows of one source. ``dropped`` and ``filtered`` are no part of the others."""
+    """Counts the rows of one source. ``dropped`` and ``filtered`` are not in the other counts."""
 
     name: str
     read: int = 0
@@ -43,11 +43,11 @@ class Summary:
 
     @property
     def rows(self) -> int:
-        """Return how many rows were looked at."""
+        """Return how many rows were examined."""
         return self.read - self.filtered.total()
 
     def lines(self) -> list[str]:
-        """Say it in sentences, the first with all counts."""
+        """Describe the counts in sentences, the first with all of them."""
         counts = [f"{self.read} rows read" + (", up to the limit" if self.limited else "")]
         if self.dropped:
             counts.append(f"{len(self.dropped)} broken" + " and left out" * self.skips)
@@ -72,8 +72,8 @@ _collected: ContextVar[list[Summary] | None] = ContextVar("summaries of sources"
 
 @contextmanager
 def collecting() -> Iterator[list[Summary]]:
-    """Collect the summaries of all sources that are built inside, in the order of building. Whoever
-    collects them refuses broken rows (``refuse_broken``), with those that others find."""
+    """Collect the summaries of all sources that are built inside, in order. The caller then refuses
+    broken rows (``refuse_broken``), with those found elsewhere."""
     summaries: list[Summary] = []
     token = _collected.set(summaries)
     try:
@@ -83,8 +83,8 @@ def collecting() -> Iterator[list[Summary]]:
 
 
 def report(summary: Summary) -> None:
-    """Hand in the summary of a source that was just built; where nobody collects them, refuse
-    broken rows, or warn of those that are left out."""
+    """Report the summary of a source that was just built; outside ``collecting``, refuse broken
+    rows, or warn of those that are left out."""
     summaries = _collected.get()
     if summaries is not None:
         summaries.append(summary)

@@ -1,4 +1,4 @@
-"""Reads answers that somebody has compared: pairs, or single ones with a label."""
+"""Reads preference data: pairs of answers, or single ones with a label."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ BAD = {False, -1, "0", "-1", "false", "False", "bad", "undesirable"}
 
 @dataclass(frozen=True)
 class Judged:
-    """Holds an answer and what somebody said of it: 1 better or good, 0 worse, -1 bad."""
+    """Holds an answer and its label: 1 better or good, 0 worse, -1 bad."""
 
     content: Any
     reward: float
 
 
 class Pairs:
-    """Finds the compared answers of a prompt: in its row, or in a file of their own."""
+    """Finds the compared answers of a prompt: in its row, or in a separate file."""
 
     def __init__(self, options: Preferences):
         self.options = options
         self.known = {} if options.path is None else pairs_of_file(options.path)
 
     def kept(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """Select the prompts that have answers, where these are in a file of their own. Raises
-        UserError if none has."""
+        """Select the prompts that have answers, if these are in a separate file. Raises UserError
+        if none has."""
         compared = self.kept_or_none(prompts)
         if prompts and not compared:
             raise UserError(
@@ -64,8 +64,8 @@ class Pairs:
         return [prompt for prompt in prompts if self._named(prompt) in self.known]
 
     def of(self, prompt: Prompt, rng: Rng) -> tuple[Judged, ...]:
-        """Return the better and the worse answer, or the one that has a label; of several pairs
-        one, by lot."""
+        """Return the better and the worse answer, or the one that has a label; of several pairs a
+        random one."""
         options = self.options
         if options.label is not None:
             is_good = prompt[options.label] in GOOD
@@ -78,7 +78,7 @@ class Pairs:
         return Judged(answer_of(sides[0]), 1.0), Judged(answer_of(sides[1]), 0.0)
 
     def problem(self, prompt: Prompt) -> str | None:
-        """Say what is wrong with the answers of a row, whatever the policy makes; None: nothing."""
+        """Describe what is wrong with the answers of a row, for any policy; None: nothing."""
         options = self.options
         if options.path is not None:
             return None
@@ -106,7 +106,7 @@ class Pairs:
 
 
 def answer_of(value: Any) -> Any:
-    """Return an answer itself: of a conversation, as TRL's data sets have them, the last turn."""
+    """Return the answer: of a conversation, as TRL's data sets have them, the last turn."""
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and value:
         turn = value[-1]
         if isinstance(turn, Mapping) and "content" in turn:
@@ -115,7 +115,7 @@ def answer_of(value: Any) -> Any:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Tell whether two answers are one, where that can be seen without opening files."""
+    """Tell whether two answers are equal, as far as can be seen without opening files."""
     return isinstance(first, (str, bytes, int, float)) and first == second
 
 
@@ -143,7 +143,7 @@ def pairs_of_file(path: Path) -> dict[str, list[tuple[Any, Any]]]:
 
 @DATA.register("preferences")
 class PreferencePairs(Captions):
-    """Read pairs of answers of which one is preferred, as TRL and the Hub have them.
+    """Read pairs of a preferred and a rejected answer, as TRL and the Hub have them.
 
     path: a table of rows (.jsonl, .csv, .parquet and the like), a folder, or the id of a data set,
     owner/name. A row has ``prompt`` or ``text``, ``chosen`` and ``rejected``: texts, conversations
@@ -156,7 +156,7 @@ class PreferencePairs(Captions):
     revision: of a data set. streaming: read it as it is loaded, up to limit. broken: what happens
     if rows are. scan: look at every file before training. max_pixels: of a picture; a larger one is
     broken. buckets: sizes [height, width] that pictures are trained at, each pair at that of the
-    proportions nearest to its better picture; without them all are cut to the policy's size.
+    aspect ratio nearest to its better picture; without them all are cropped to the policy's size.
     """
 
     fields = ("text", *SIDES)
@@ -202,13 +202,13 @@ class PreferencePairs(Captions):
 
 
 def _placed(value: Any, folder: Path) -> Any:
-    """Return a text as it is, and a picture or video with its whole path."""
+    """Return a text as it is, and a picture or video with its absolute path."""
     is_media = isinstance(value, (bytes, Mapping)) or _ends(value, (*PICTURES, *VIDEOS))
     return medium(value, folder) if is_media else value
 
 
 def _ends(value: Any, suffixes: tuple[str, ...]) -> bool:
-    """Tell whether a value is the path of a file with one of these endings, not an answer."""
+    """Tell whether a value is the path of a file with one of these suffixes, not an answer."""
     if not isinstance(value, str) or "\n" in value:
         return False
     return Path(value[:4096]).suffix.lower() in suffixes

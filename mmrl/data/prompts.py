@@ -24,7 +24,7 @@ from mmrl.data.sources.media import folder_of, inline_picture, placed
 from mmrl.data.sources.reader import Request, rows_of
 from mmrl.data.sources.selection import renamed
 
-PLAIN = frozenset((str, int, float, bool))  # types of values in which no picture stands
+PLAIN = frozenset((str, int, float, bool))  # types of values that hold no picture
 SPLIT = 0.05  # share of the texts that is held out by default
 NAMES = {
     "train": ("train_metadata.jsonl", "train.jsonl", "train.txt"),
@@ -90,7 +90,7 @@ class Prompts:
 def _made(
     key: str | None, columns: Mapping[str, str], max_pixels: int, place: str, row: Any
 ) -> Prompt:
-    """Make a prompt of a row; pictures that stand in it are opened."""
+    """Make a prompt of a row; pictures that it holds are opened."""
     if columns:
         row = renamed(row, columns) if isinstance(row, dict) else row
         key = "text" if "text" in columns else key
@@ -110,7 +110,7 @@ def split(
     """Split prompts into training and held-out ones by a hash of the text (or another ``key``):
     equal ones stay together, and more lines move none of them.
 
-    (But for tiny files: a side that the hash would leave empty gets the one text nearest to it.)
+    (In tiny files, a side that the hash would leave empty gets the one text nearest to it.)
     """
     ranks = {name: _rank(name) for name in map(key, prompts)}
     held = {text for text, rank in ranks.items() if rank < share}
@@ -122,8 +122,8 @@ def split(
 
 
 def development_and_test(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """Split held-out prompts into two halves: settings are chosen on the first, numbers reported of
-    the second.
+    """Split held-out prompts into two halves: settings are chosen on the first, results are
+    reported on the second.
 
     By a hash of the text, so that equal texts stay together and more lines move none of them; by
     the place where most texts repeat, as questions about pictures do.

@@ -1,4 +1,4 @@
-"""Reads rows of published data of compared pictures, as they are: Pick-a-Pic, HPD v2 and v3,
+"""Reads rows of published image preference data as they are: Pick-a-Pic, HPD v2 and v3,
 ImageReward's rankings, Rapidata's."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 TEXTS = ("text", "prompt", "caption")
 LISTS = ("image_path", "file_path", "generations", "images")  # of the pictures of a row
-# of Rapidata's: what people were asked, and how many votes or how much weight each picture has
+# Rapidata's: the criterion, and the votes or the weight of each picture
 WEIGHTS = ("weighted_results_{}_preference", "votes_{}")
 Ranking = tuple[list[tuple[Any, float]], set[str]]
 BETTER = {"img_better", "img_worse"}  # ImageReward's pairs
@@ -23,7 +23,7 @@ UNLABELLED = "without a label, no pair"
 
 def pairs_in(row: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
     """Return the rows {text, chosen, rejected} that a row of a published data set stands for; None
-    for other rows. ``left_out`` counts what is no pair, by its reason. Raises ValueError."""
+    for other rows. ``left_out`` counts what is no pair, by reason. Raises ValueError."""
     ranking = None if {"chosen", "rejected"} & set(row) else _ranking(row, left_out)
     if ranking is None:
         return None
@@ -43,7 +43,7 @@ def pairs_in(row: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, A
 
 
 def _ranking(row: Mapping[str, Any], left_out: Counter[str]) -> Ranking | None:
-    """Return the pictures of a row, each with a rank, the lowest the best, and their columns."""
+    """Return the pictures of a row, each with a rank, the lowest best, and their columns."""
     columns = set(row)
     if columns >= BETTER:
         return [(row["img_better"], 0.0), (row["img_worse"], 1.0)], BETTER
@@ -94,7 +94,7 @@ def _by_votes(row: Mapping[str, Any]) -> list[tuple[Any, float]]:
 
 
 def _ranks(row: Mapping[str, Any]) -> list[float] | None:
-    """Return the rank of each picture of a row, the lowest the best; None: it has none."""
+    """Return the rank of each picture of a row, the lowest best; None: it has none."""
     if isinstance(row.get("human_preference"), Sequence):  # 1 for the better one
         return [-float(value) for value in row["human_preference"]]
     for name in ("ranking", "rank"):

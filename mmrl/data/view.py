@@ -1,4 +1,4 @@
-"""Looks at what a configuration will train on: counts, lengths, fields, samples, what is left
+"""Describes what a configuration will train on: counts, lengths, fields, samples, what is left
 out."""
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MOST_LISTED = 1000  # rows left out that are named
 MOST_REASONS = 20
 MOST_MEASURED = 5000  # pictures whose sizes are looked up
 DOT = 4  # pixels of the radius of a point on a thumbnail
-INNER = ("origin", "entry", "messages")  # fields that are shown otherwise, or not the user's
+INNER = ("origin", "entry", "messages")  # fields that are shown elsewhere, or not the user's
 BINS = 24  # bars of a histogram
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Holds what is said of many numbers."""
+    """Summarises many numbers."""
 
     name: str
     low: float
@@ -43,7 +43,7 @@ class Spread:
 
     @classmethod
     def of(cls, name: str, values: Sequence[float]) -> Spread | None:
-        """Describe numbers; None where there are none."""
+        """Summarise numbers; None if there are none."""
         if not values:
             return None
         ordered = sorted(values)
@@ -56,7 +56,7 @@ class Spread:
         return cls(name, low, median(ordered), most, high, bars)
 
     def words(self) -> str:
-        """Say it in words."""
+        """Describe the numbers in words."""
         if self.low == self.high:
             return f"{self.low:g}"
         rest = f"half up to {self.middle:g}, nine of ten up to {self.most:g}"
@@ -91,7 +91,7 @@ class View:
     framed: str = ""  # what pictures lose to the policy's size
 
     def lines(self) -> list[str]:
-        """Say it on a terminal."""
+        """Return the lines for a terminal."""
         lines = [line for summary in self.summaries for line in summary.lines()]
         for summary in self.summaries:
             lines += [f"    filter {name}: {count}" for name, count in summary.filtered.items()]
@@ -169,7 +169,7 @@ def media_of(prompt: Prompt) -> tuple[list[Any], int]:
 
 
 def shown(prompt: Prompt) -> dict[str, Any]:
-    """Return what the page shows of a prompt: its first picture small, with its boxes."""
+    """Return what the page shows of a prompt: a thumbnail of its first picture with its boxes."""
     pictures, _ = media_of(prompt)
     answer = prompt.get("answer")
     return {
@@ -182,8 +182,8 @@ def shown(prompt: Prompt) -> dict[str, Any]:
 
 
 def thumbnail(source: Any, prompt: Prompt) -> str:
-    """Encode a picture in small, with the boxes and points of its prompt, as a data: address; ""
-    where it cannot be read."""
+    """Encode a thumbnail of a picture, with the boxes and points of its prompt, as a data: address;
+    "" if it cannot be read."""
     from PIL import ImageDraw
 
     try:
@@ -245,7 +245,8 @@ def _example(prompts: Sequence[Prompt], key: str) -> str:
 
 
 def _is_file(answer: Any) -> bool:
-    """Tell whether an answer is a picture or video to learn from: a whole path, or a picture."""
+    """Tell whether an answer is a picture or video to learn from: an absolute path, or a
+    picture."""
     return hasattr(answer, "convert") or (isinstance(answer, str) and answer.startswith("/"))
 
 

@@ -27,7 +27,7 @@ Differentiable = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> 
 
 
 class Objective(ABC):
-    """Says where to look and what to minimise; all else a subclass may leave as it is."""
+    """Says where to evaluate the policy and what to minimise; the rest has defaults."""
 
     requires: Requires = Requires()
 
@@ -37,22 +37,21 @@ class Objective(ABC):
     clip_bounds: tuple[float, float] = (math.inf, math.inf)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let fields of a subclass be options beside those of its base, whose constructor stays."""
+        """Make fields of a subclass options in addition to its base's; the constructor stays."""
         super().__init_subclass__(**options)
         keep_constructor(cls)
 
     @abstractmethod
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        """Return the states to evaluate for these rows, a function of these arguments: they may be
-        made more than once in a step. All its points have tensors of one shape."""
+        """Return the states to evaluate for these rows. Depends on the arguments alone, as it may
+        be called more than once in a step. All points have tensors of one shape."""
 
     @abstractmethod
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Compute the loss of every decision, [B, L]."""
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
-        """Yield (option, sentence) for options that mean nothing for a policy, an object or a
-        class."""
+        """Yield (option, sentence) for options that do not apply to a policy (object or class)."""
         return iter(())
 
     def extra_terms(self) -> str:
@@ -62,41 +61,41 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class Critic:
-    """Names a snapshot that learns beside the policy, by an objective of its own, on the same
+    """Names a snapshot that is trained along with the policy, by its own objective on the same
     rows: ``steps`` optimizer steps before each of the policy's."""
 
     snapshot: str
     objective: Objective
     steps: int = 1
     lr: float | None = None  # None: that of the policy's optimizer
-    # learns with the snapshot, by weights of its own, which it has after ``measure``
+    # trained with the snapshot; has its own weights, created by ``measure``
     head: Head | None = None
 
 
 class Head(ABC):
-    """Is what learns beside a snapshot: a module, and how it gets its weights."""
+    """A module trained along with a snapshot, and how it gets its weights."""
 
     module: Any  # torch.nn.Module
 
     @abstractmethod
     def measure(self, policy: Policy, point: Point) -> None:
-        """Make the weights, by a pass at a point of the critic's objective."""
+        """Create the weights, by a pass at a point of the critic's objective."""
 
     @abstractmethod
     def restore(self, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
-        """Make the weights as they were saved."""
+        """Create the weights as they were saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Linearised(Fields):
-    """Holds a loss of several points, replaced by its tangent in what each row contributes."""
+    """Holds a loss of several points, linearised in the contribution of each row."""
 
     slope: Tensor  # [B, L] derivative of the step's loss by the row's contribution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tangent(Linearised):
-    """Holds a tangent that has the value of the loss too."""
+    """Holds a tangent that also has the value of the loss."""
 
     value: Tensor  # [B, L] the row's share of the loss
 

@@ -17,7 +17,7 @@ from samplers.noise import Rng
 
 
 class Couples(Objective):
-    """Has losses of a row that depend on other points of the step."""
+    """The loss of a row depends on other points of the step."""
 
     @abstractmethod
     def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
@@ -29,12 +29,11 @@ class Couples(Objective):
 
     @abstractmethod
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """Return [B, L]: what ``couple`` has to know of every row."""
+        """Return [B, L]: what ``couple`` needs of every row."""
 
     @abstractmethod
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """Return all points of the step, with what ``loss`` must know of the others in
-        ``coupling``.
+        """Return all points of the step, with what ``loss`` needs of the others in ``coupling``.
 
         ``measured`` [B, L] is in the same order. Collective calls are allowed: a process without
         rows gets its idle points, of which nothing is kept, so that ``loss`` may see a point
@@ -43,41 +42,41 @@ class Couples(Objective):
 
 
 class WeighsPoints(Objective):
-    """Weighs the points of a step by what all of them are."""
+    """Weights the points of a step, given all of them."""
 
     @abstractmethod
     def before_step(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
-        """Look at what an optimizer step trains on, before its points are made: the mask [B, L] of
-        every point, and whether it is re-noised. Called alike on all processes."""
+        """Inspect what an optimizer step trains on, before its points are made: the mask [B, L] of
+        every point, and whether it is re-noised. Called on all processes alike."""
 
 
 class HasTeacher(Objective):
-    """Compares the policy with a model that is loaded beside it."""
+    """Compares the policy with a second model, which it loads."""
 
     @abstractmethod
     def setup(self, policy: Policy) -> None:
-        """Look at the policy before the first iteration; load what is needed beside it. Raises
-        UserError where something does not fit it."""
+        """Check the policy before the first iteration and load the second model. Raises UserError
+        if something does not fit the policy."""
 
     @abstractmethod
     def setup_dry_run(self, policy: Policy) -> None:
-        """Take the policy for what ``setup`` would load, as a dry run does, which only counts."""
+        """Use the policy instead of what ``setup`` would load: a dry run only counts."""
 
 
 class ChecksRows(Objective):
-    """Reads something of the rows of the data."""
+    """Reads fields of the rows of the data."""
 
     @abstractmethod
     def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
-        """Raise UserError, with file and line, if a row lacks what the objective reads of it."""
+        """Raise UserError, with file and line, if a row lacks a field that the objective reads."""
 
 
 class HasCritic(Objective):
-    """Has a snapshot that learns beside the policy."""
+    """Has a snapshot that is trained along with the policy."""
 
     @abstractmethod
     def critic(self) -> Critic:
-        """Return what learns beside the policy."""
+        """Return what is trained along with the policy."""
 
 
 class FollowsReward(Objective):
@@ -101,13 +100,13 @@ class MovesSnapshots(Objective):
         """
 
     def restarts(self, iteration: int) -> bool:
-        """Tell whether the optimizer forgets its state before the steps of iteration
+        """Tell whether the optimizer's state is reset before the steps of iteration
         ``iteration``, as its target has moved."""
         return False
 
 
 class TracksOld(Objective):
-    """Follows the live weights with the snapshot "old", else a copy of them."""
+    """The snapshot "old" is a moving average of the live weights, not a copy of them."""
 
     @abstractmethod
     def old_decay(self, step: int) -> float:
@@ -119,30 +118,29 @@ class TracksOld(Objective):
 
 
 class ShapesRewards(Objective):
-    """Compares other rewards than those that were measured."""
+    """Changes the rewards before they are compared."""
 
     @abstractmethod
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
-        """Return the rewards as they are compared, such as less the KL of every sample.
+        """Return the rewards to compare, such as the measured ones minus the KL of every sample.
 
-        Called under the weights that sampled, without gradient; all processes have equally many
-        rows.
+        Called under the sampling weights, without gradient; all processes have equally many rows.
         """
 
 
 class CountsEpochs(Objective):
-    """Looks at other points in every epoch over a rollout."""
+    """Evaluates different points in every epoch over a rollout."""
 
     @abstractmethod
     def start_epoch(self, epoch: int | None) -> None:
-        """Begin an epoch over a rollout, counted from 0; None: there is but one."""
+        """Begin an epoch over a rollout, counted from 0; None: there is only one."""
 
 
 class Stateful(Objective):
     """Learns something from iteration to iteration, which is saved with the run."""
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Learn from what was logged of iteration ``iteration`` (from 0); may add to it."""
+        """Adapt to the metrics of iteration ``iteration`` (from 0); may add to them."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -150,7 +148,7 @@ class Stateful(Objective):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Restore what ``state_dict`` returned."""
 
 
 CONTRACTS: tuple[type[Objective], ...] = (
@@ -169,8 +167,8 @@ CONTRACTS: tuple[type[Objective], ...] = (
 
 
 def undeclared(objective: Objective) -> str | None:
-    """Say which method an objective has that nobody calls, as it does not derive from the class of
-    those who have it; None: there is none."""
+    """Name a method that is never called, because the objective does not derive from the class
+    that declares it; None: there is none."""
     for contract in CONTRACTS:
         methods = contract.__abstractmethods__ - Objective.__abstractmethods__
         useless = [name for name in methods if hasattr(objective, name)]

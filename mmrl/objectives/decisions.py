@@ -1,5 +1,4 @@
-"""Chooses and arranges decisions: a share of every row's, all of a row side by side, one weight
-each."""
+"""Selects and arranges decisions: a share of every row's, all of a row in order, a weight each."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class TokenWeights(Fields):
 
 
 class RowTable:
-    """Lays all points of a step out row by row, so that a row's decisions stand side by side."""
+    """Arranges all points of a step by row, so that the decisions of a row are contiguous."""
 
     def __init__(self, row_id: Tensor):
         _, self.row = row_id.unique(return_inverse=True)
@@ -81,6 +80,6 @@ def of_high_entropy(point: Point, entropy: Tensor, share: float) -> Point:
 
 
 def written_by_others(point: Point) -> Tensor:
-    """Tell which rows somebody else wrote, [B] bool."""
+    """Mark the rows that are demonstrations, [B] bool."""
     rows = point.provenance.is_ground_truth
     return torch.zeros_like(point.row_id, dtype=torch.bool) if rows is None else rows

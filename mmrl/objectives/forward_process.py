@@ -26,8 +26,8 @@ VELOCITIES = (
 def noised(
     policy: Policy, rollout: Rollout, rng: Rng, times: TimeSampler, draws: int, shared: bool = False
 ) -> Iterator[Point]:
-    """``draws`` times a row (fewer if the sampler has fewer), each with fresh noise; or shared in
-    each group."""
+    """Re-noise each row ``draws`` times (fewer if the sampler has fewer), each time with fresh
+    noise, or with noise shared by the group."""
     if not isinstance(rollout.trajectory, LatentPath):
         raise UserError(VELOCITIES)
     name = first_of_group(rollout) if shared else rollout.row_id
@@ -84,7 +84,7 @@ def summed(x: Tensor, index: Tensor) -> Tensor:
 
 
 def positive(where: str, **options: float) -> None:
-    """Refuse the options that are not positive numbers."""
+    """Raise UserError for options that are not positive numbers."""
     wrong = {name: value for name, value in options.items() if not value > 0}
     if wrong:
         raise UserError(

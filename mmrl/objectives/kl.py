@@ -36,10 +36,10 @@ STEP = 0.2  # the largest relative error of a KL that its controller follows (Zi
 @dataclass(frozen=True)
 class Refresh:
     """Let the reference follow the policy: before every ``every``-th iteration it becomes decay
-    times itself and 1 - decay times the live weights (TR-DPO, Gorbatovski et al. 2024: a moving
+    times itself plus 1 - decay times the live weights (TR-DPO, Gorbatovski et al. 2024: a moving
     average). decay 0 copies them: ProRL's resets (Liu et al. 2025), hard TR-DPO. at: once, before
     this iteration, in place of every: ReMix's policy reincarnation (Liang et al. 2025). optimizer:
-    its state is forgotten whenever the reference moves, as in ProRL."""
+    its state is reset whenever the reference moves, as in ProRL."""
 
     every: Count = 1
     decay: Annotated[float, Ge(0), Lt(1)] = 0.0
@@ -77,20 +77,20 @@ class KL:
     reweigh: the reference of a forward KL counts as ref e^(A / reweigh) at every decision (RAPO's
     reweighted reference, our reading).
 
-    start, over: the weight goes from start to weight in so many iterations, as ``schedule`` says:
-    on a line, on half a cosine, or by decay: what is missing of it falls by the same factor an
-    iteration, to a hundredth, and then to nothing, as the epsilon of an epsilon-greedy policy does
+    start, over: the weight goes from start to weight in ``over`` iterations, by ``schedule``:
+    linearly, on half a cosine, or by decay: the remaining difference shrinks by a constant factor
+    an iteration to a hundredth, then to 0, as the epsilon of an epsilon-greedy policy does
     (dynamic KL, GRPO-D of OThink-MR1, Liu et al. 2025: our reading). target: the KL a decision (of
     ``where: reward``, a sample) that is held: after every iteration the weight is multiplied by 1 +
     rate clip(KL / target - 1, -0.2, 0.2) (Ziegler et al. 2019). refresh: the reference follows the
     policy. uncertainty: name of a reward, say a variance over an ensemble's members, by which each
     sample's KL in the reward is multiplied (uncertainty-aware RLHF, Banerjee and Gopalan 2024).
-    previous: share of the weight that holds the policy to what it was before the update of the
-    iteration, in place of the reference: the KL-convex constraint of ReMix (Liang et al. 2025), (1
-    - previous) KL(ref) + previous KL(old).
-    ref_guidance: scale of classifier-free guidance at which the reference is read; null: that of
-    the policy. A guided reference, with a weight that goes from start to 0, hands the policy at
-    first what guidance knows (its distillation: Meng et al. 2023), then leaves it to the reward.
+    previous: share of the weight that holds the policy to its weights before the iteration's
+    update, instead of to the reference: the KL-convex constraint of ReMix (Liang et al. 2025),
+    (1 - previous) KL(ref) + previous KL(old).
+    ref_guidance: scale of classifier-free guidance at which the reference is evaluated; null: that
+    of the policy. A guided reference, with a weight that goes from start to 0, first distils
+    guidance into the policy (Meng et al. 2023), then leaves it to the reward.
     """
 
     weight: Annotated[float, Ge(0)] = 0.0
@@ -174,8 +174,8 @@ class KL:
         return self.start + (self.weight - self.start) * share
 
     def penalty(self, log_ratio: Tensor) -> tuple[Tensor, float]:
-        """Return what samples with these log p / ref [B] lose for each unit of weight, by whose
-        mean the divergence is measured, and the factor on it that gives its gradient."""
+        """Return the penalty [B] per unit of weight for samples with these log p / ref [B], whose
+        mean measures the divergence, and the factor on it that gives the gradient."""
         if self.divergence == "reverse":
             return log_ratio, 1.0
         chi2 = torch.expm1(log_ratio.clamp(-FAR, FAR))
@@ -187,13 +187,13 @@ class KL:
         return chi2, 1 / math.sqrt(max(total / max(count, 1), 1e-4))
 
     def whole(self) -> bool:
-        """Tell whether it needs another closed form over the vocabulary than the reverse KL."""
+        """Tell whether it needs a closed form over the vocabulary other than the reverse KL."""
         closed = self.form == "exact" or self.divergence == "renyi"
         return closed and self.divergence != "reverse"
 
     def steered(self, factor: float, metrics: dict[str, float]) -> float:
-        """Return the factor on the weight after an iteration of these metrics, given that before
-        it."""
+        """Return the factor on the weight after an iteration with these metrics, given the factor
+        before it."""
         measured = metrics.get("reward/kl/mean" if self.where == "reward" else "kl", math.nan)
         if self.target is None or math.isnan(measured):
             return factor
@@ -273,8 +273,8 @@ def _renyi(dist: Dist, reference: Dist, order: float) -> Tensor:
 
 
 def _over_vocabulary(dist: Any, reference: Any, of_logprobs: Any) -> Tensor:
-    """Return [B, L]: a number from the log-probs [*, V] of all tokens, without those impossible in
-    both."""
+    """Return [B, L]: a function of the log-probs [*, V] of all tokens, without tokens that are
+    impossible under both."""
     if not hasattr(dist, "logits"):
         raise UserError(
             "kl: this policy scores its tokens without keeping the whole vocabulary, of which only "
@@ -293,8 +293,7 @@ def _over_vocabulary(dist: Any, reference: Any, of_logprobs: Any) -> Tensor:
 
 
 class Reference:
-    """Holds the weights that a policy is held to: the base model, or ones that follow the
-    policy."""
+    """Holds the reference weights: the base model, or weights that follow the policy."""
 
     def __init__(self, refresh: Refresh | None = None):
         self.refresh = refresh
@@ -303,15 +302,15 @@ class Reference:
         self.refreshed = 0  # the iteration before which it last moved
 
     def follow(self, weights: Weights, iteration: int) -> None:
-        """Move before an iteration, if it is due; called again for it, do nothing."""
+        """Update the reference before an iteration, if due. A repeated call does nothing."""
         refresh = self.refresh
         if refresh is not None and refresh.due(iteration) and iteration > self.refreshed:
             weights.track(self.name, refresh.decay)
             self.refreshed = iteration
 
     def restarts(self, iteration: int) -> bool:
-        """Tell whether the optimizer forgets what it knows in this iteration, as the reference
-        moves before it."""
+        """Tell whether the optimizer's state is reset in this iteration, as the reference moves
+        before it."""
         moved = iteration > 0 and self.refreshed == iteration
         return moved and self.refresh is not None and self.refresh.optimizer
 
@@ -336,7 +335,7 @@ class KLTerm:
     @classmethod
     def of_velocities(cls, kl: float | KL, objective: str) -> KLTerm:
         """Return the term of an objective whose KL is a squared distance of velocities. Raises
-        UserError for options that say how else it is computed."""
+        UserError for options that choose another form."""
         term = cls(kl)
         chosen = term.options
         plain = KL(
@@ -362,7 +361,7 @@ class KLTerm:
         return frozen(policy, self.name, point if scale is None else point.replace(guidance=scale))
 
     def in_reward(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
-        """Return the rewards, less the KL of every sampled sequence. Raises UserError where
+        """Return the rewards minus the KL of every sampled sequence. Raises UserError if
         ``uncertainty`` names none of them."""
         divergence, factor = self.options.penalty(self._of_sequences(policy, rollout))
         doubt = self.options.uncertainty
@@ -396,7 +395,7 @@ class KLTerm:
         return self.active and (self.weight() > 0 or self.options.target is not None)
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Adapt the weight after an iteration of these metrics; adds it where it is controlled."""
+        """Adapt the weight to the metrics of an iteration; adds it to them if it is controlled."""
         self.iteration = iteration + 1
         self.factor = self.options.steered(self.factor, metrics)
         if self.options.target is not None:
@@ -413,7 +412,7 @@ class KLTerm:
 
 
 class Regularised(MovesSnapshots, Stateful):
-    """Holds an objective with a KL term, whose state it keeps."""
+    """An objective with a KL term, whose state is saved with it."""
 
     term: KLTerm
 

@@ -33,7 +33,7 @@ class PolicyGradient(Composed, Couples):
     """Follow the policy gradient on any decisions: GRPO, Flow-GRPO, DanceGRPO, DAPO, GSPO ...
 
     surrogate: the loss of ratio and advantage, one a paper. clip_range: of its ratio, one number or
-    [low, high], in place of the surrogate's own clip_low and clip_high. advantage_clip: bound on
+    [low, high], overrides the surrogate's clip_low and clip_high. advantage_clip: bound on
     |A|. behavior_policy: the weights that sample. All other options are those of its terms.
 
     Surrogates of whole samples see all decisions of a row, in however many passes they are scored.
@@ -63,7 +63,7 @@ class PolicyGradient(Composed, Couples):
 
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
         in_parts = self._in_parts(policy)
-        for term in self.terms:  # an option of a term without weight is looked at too
+        for term in self.terms:  # options of a term without weight are checked too
             rest = (each for each in self.active if each is not term)
             coupled = in_parts or any(each.couples(policy) for each in rest)
             yield from term.unfit(policy, self.surrogate, coupled)
@@ -90,7 +90,7 @@ class PolicyGradient(Composed, Couples):
             yield from term.points(policy, rollout, rng)
 
     def trained_share(self, rollout: Rollout, rng: Rng) -> Rollout:
-        """Leave only decisions that are trained on, with what terms have to know of them."""
+        """Leave only decisions that are trained on, with what terms need of them."""
         for term in self.active:
             rollout = term.trained(rollout, rng)
         return rollout
@@ -107,7 +107,7 @@ class PolicyGradient(Composed, Couples):
     def loss_at(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
         """Compute the loss [B, L] of the decisions at a point from their distributions."""
         at = self.scored(policy, point, dist)
-        # the gate looks at what rounding makes of it
+        # the gate measures the effect of rounding
         observe("log_ratio", at.logp - at.recorded, point.current())
         loss = self.policy_loss(at)
         for term in self.active:
@@ -130,12 +130,11 @@ class PolicyGradient(Composed, Couples):
         return Scored(policy, point, dist, logp, recorded, old, advantage)
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
-        """Return [B, L]: log-probs under the weights that sampled."""
+        """Return [B, L]: log-probs under the sampling weights."""
         return point.recorded
 
     def clip_scale(self, point: Point) -> Tensor | float:
-        """Return what the clip of the ratio is multiplied by: the policy's own factor, and what
-        terms make of it."""
+        """Return the factor on the clip of the ratio: the policy's, as modified by the terms."""
         scale: Tensor | float = 1.0 if point.clip_scale is None else point.clip_scale
         for term in self.active:
             scale = term.widen(scale, point)
@@ -147,7 +146,7 @@ class PolicyGradient(Composed, Couples):
         return coupling.weight if isinstance(coupling, TokenWeights) else None
 
     def _factor(self, at: Scored) -> Tensor | None:
-        """Return what the policy loss is multiplied by, [B, 1] or [B, L]; None: 1."""
+        """Return the factor on the policy loss, [B, 1] or [B, L]; None: 1."""
         product = None
         for factor in (term.factor(at) for term in self.active):
             if factor is not None:

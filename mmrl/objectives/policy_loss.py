@@ -1,5 +1,5 @@
-"""The loss of a policy gradient before its terms: a surrogate of ratio and advantage, with its clip
-and the metrics of it."""
+"""The loss of a policy gradient before its terms: a surrogate of ratio and advantage, with clip and
+metrics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PolicyLoss:
         positive("policy gradient", advantage_clip=bound)
 
     def clips_as_ppo(self) -> bool:
-        """Tell whether the clip is PPO's, which may be as wide as the decision's weight says."""
+        """Tell whether the clip is PPO's, whose width may follow the weight of the decision."""
         return getattr(self.function, "func", self.function) is ppo
 
     def advantage(self, point: Point) -> Tensor:
@@ -58,9 +58,9 @@ class PolicyLoss:
         return advantage if most is None else advantage.clamp(-most, most)
 
     def __call__(self, logp: Tensor, old: Tensor, point: Point, scale: Tensor | float) -> Tensor:
-        """Return [B, L]: the surrogate, or its tangent where ``couple`` took it over whole rows.
+        """Return [B, L]: the surrogate, or its tangent if ``couple`` computed it over whole rows.
 
-        scale: what the clip of the ratio is multiplied by.
+        scale: factor on the clip of the ratio.
         """
         if isinstance(point.coupling, Tangent):
             stopped = (point.coupling.slope == 0) & (point.advantage != 0)
@@ -69,7 +69,7 @@ class PolicyLoss:
             surrogate, credit = self._clipping(scale), self.credit(point)
             loss = summed(surrogate, logp, old, credit, point.mask)
             stopped = without_slope(surrogate, logp, old, credit, point.mask)
-        # KL from the weights that sampled to the current ones, by (rho - 1) - log rho
+        # KL from the sampling weights to the current ones, by (rho - 1) - log rho
         observe(
             "kl_behavior",
             (logp - old).expm1() - (logp - old),
@@ -107,8 +107,8 @@ class PolicyLoss:
 
 
 def watch(ratio: Tensor, stopped: Tensor, beyond: Tensor, point: Point) -> None:
-    """Mention the ratio [B, L], the share of decisions that count as clipped (``beyond``), and by
-    the sign of A those without gradient (``stopped``)."""
+    """Log the ratio [B, L], the share of decisions that count as clipped (``beyond``), and by the
+    sign of A those without gradient (``stopped``)."""
     observe("ratio", ratio, point.sampled_mask())
     is_replayed = point.provenance.is_replayed
     if is_replayed is not None:

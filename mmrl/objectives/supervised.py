@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: answers that the data hold are made likelier, on every family of models.
+"""Supervised fine-tuning on answers in the data, for every family of models.
 
 Nothing is sampled and nothing is rewarded; the policy turns answers into the samples that it would
 have made (``Demonstrates.demonstrate``), and the loss is that of the model's own pre-training.
@@ -38,7 +38,7 @@ LEAST = 1e-3  # smallest share of hidden tokens under the bound, LLaDA's: the we
 
 
 class Supervised(ChecksRows):
-    """Learns from answers that the data hold: nothing is sampled, rewarded or compared."""
+    """Learns from answers in the data: nothing is sampled, rewarded or compared."""
 
     requires = Requires(supervised=True)
 
@@ -51,7 +51,7 @@ class Supervised(ChecksRows):
         """Raise UserError, with file and line, if a row has no usable answer."""
 
     def trimmed(self, policy: Policy, rollout: Rollout, answers: Sequence[Any]) -> Rollout:
-        """Leave decisions out of ``mask`` that are not trained on."""
+        """Remove decisions from ``mask`` that are not trained on."""
         return rollout
 
 
@@ -62,20 +62,20 @@ class SFT(Supervised):
 
     Tokens: -log p(answer | prompt), at temperature 1, without guidance and with nothing cut off.
     Masked models: -log p of hidden tokens at a random share t of them; ``masking`` elbo draws t
-    evenly between 1e-3 and 1, hides each token with probability t and weighs by 1 / t (LLaDA, Nie
-    et al. 2025), maskgit draws t = cos(pi u / 2), hides at least one token and weighs all alike
+    uniformly from [1e-3, 1], hides each token with probability t and weights by 1 / t (LLaDA, Nie
+    et al. 2025), maskgit draws t = cos(pi u / 2), hides at least one token, all of equal weight
     (Chang et al. 2022); auto is elbo for texts and maskgit for images. Flows and
-    diffusion: the mean square of the network's output less its target at fresh noise,
-    ``num_noise_draws`` times a row at times of ``timestep_sampler``; ``weighting`` min_snr weighs
-    the predicted clean sample's error by min(SNR, gamma) (Hang et al. 2023, eq. 8), plain by what
-    the network predicts.
+    diffusion: the mean squared error of the network's output at fresh noise, ``num_noise_draws``
+    times a row at times of ``timestep_sampler``; ``weighting`` min_snr weights the error of the
+    predicted clean sample by min(SNR, gamma) (Hang et al. 2023, eq. 8), plain takes the error of
+    what the network predicts.
 
     field: of the data's row, that holds the answer: a text, or a path of a picture or video.
     template: the answer's text with {fields} of the row in it, such as
     "<think>{thought}</think><answer>{answer}</answer>"; null: the field alone. thought_dropout:
-    share of answers whose thought, between <think> and </think>, is left empty, drawn anew at every
-    visit (TON, Wang et al. 2025; the share of 0.5 is theirs). train_on: the tokens that are
-    trained: all, those of the thought with its tags, or those behind it.
+    share of answers whose thought, between <think> and </think>, is emptied, drawn again at every
+    visit (TON, Wang et al. 2025, uses 0.5). train_on: the tokens that are trained: all, those of
+    the thought with its tags, or those after it.
     """
 
     place: ClassVar[str] = "objective.sft"  # its options, in messages
@@ -122,7 +122,7 @@ class SFT(Supervised):
         return without_thought(text) if is_dropped else text
 
     def text(self, prompt: Prompt) -> str:
-        """Return the whole answer in text."""
+        """Return the whole answer as text."""
         template = self.template or f"{{{self.field}}}"
         return FIELD.sub(lambda match: str(prompt[match[1]]), template)
 
@@ -142,7 +142,7 @@ class SFT(Supervised):
             )
 
     def _problem(self, policy: Demonstrates, prompt: Prompt) -> str | None:
-        """Say what is wrong with a row's answer; None: nothing."""
+        """Describe what is wrong with a row's answer; None: nothing."""
         medium = policy.medium_of(prompt)
         names = FIELD.findall(self.template) if self.template and medium == "text" else [self.field]
         for name in names:
@@ -233,15 +233,15 @@ class SFT(Supervised):
         where_scored = point.mask
         if point.estimator_weight is not None:
             where_scored = where_scored & (point.estimator_weight > 0)
-        # what cannot be sampled, such as a suppressed token, is not taught either
+        # a token that cannot be sampled, such as a suppressed one, is not trained either
         where_scored = where_scored & loss.detach().isfinite()
         loss = torch.where(where_scored, loss, 0.0)
         observe("nll", loss, where_scored)
         return loss if point.estimator_weight is None else loss * point.estimator_weight
 
     def _weight(self, point: Point) -> Tensor | float:
-        """Weigh the output's error [B, 1]. The clean sample's is the square of how far it moves
-        with the output times as large."""
+        """Return the weight of the output's squared error [B, 1]. The clean sample's squared error
+        is larger by the square of its derivative in the output."""
         if self.weighting == "plain":
             return 1.0
         step = point.renoised
@@ -252,7 +252,7 @@ class SFT(Supervised):
 
 
 def without_thought(text: str) -> str:
-    """Leave the thought of an answer empty; an answer without one stays as it is."""
+    """Empty the thought of an answer; an answer without one stays as it is."""
     before, opening, rest = text.partition(THOUGHT[0])
     _, closing, behind = rest.partition(THOUGHT[1])
     return f"{before}{opening}{EMPTY}{closing}{behind}" if closing else text

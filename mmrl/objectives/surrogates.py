@@ -2,8 +2,8 @@
 one a paper.
 
 Each is ``(logp, old, advantage, mask) -> [B, L]`` for log-probs and mask [B, L] and an advantage
-[B, 1] or [B, L]. What is said of whole sequences averages over ``mask``, which must hold all
-decisions of a row: causal models, one pass a row.
+[B, 1] or [B, L]. Surrogates of whole sequences average over ``mask``, which must hold all decisions
+of a row: causal models, one pass a row.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def ppo(
     dual_clip: Width | None = None,
     delta: Width | None = None,
 ) -> Tensor:
-    """Clip the ratio: GRPO, Dr. GRPO; with clip_high unlike clip_low DAPO (Yu et al. 2025, eq. 10).
+    """Clip the ratio: GRPO, Dr. GRPO; with clip_high != clip_low DAPO (Yu et al. 2025, eq. 10).
 
     dual_clip: where A < 0 the loss is at most -dual A (dual clip, Ye et al. 2020, eq. 5; verl).
     delta: the rho that is not clipped is at most delta (two-sided clip; TRL). The two are the same
@@ -182,7 +182,7 @@ def gmpo(
     """Take the geometric mean of token ratios, clipped on the side A pushes to (GMPO, Zhao et al.
     2025).
 
-    A row with an advantage a token is judged by their mean.
+    A row with one advantage per token is clipped by the sign of their mean.
     """
     advantage = row_mean(advantage.expand_as(logp), mask)
     gap = logp - old
@@ -297,7 +297,7 @@ def reinforce(logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Ten
 
 
 def clipped(surrogate: Surrogate, clip_range: float | tuple[float, float]) -> Surrogate:
-    """Return the surrogate with this range of its ratio. UserError where it has one, or takes
+    """Return the surrogate with this clip range. Raises UserError if it already has one, or takes
     none."""
     sides = dict(zip(("clip_low", "clip_high"), both_sides(clip_range), strict=True))
     if min(sides.values()) <= 0:
@@ -314,7 +314,7 @@ def clipped(surrogate: Surrogate, clip_range: float | tuple[float, float]) -> Su
 
 
 def bounds_of(surrogate: Surrogate) -> tuple[float, float]:
-    """(low, high): how far a surrogate lets the ratio leave 1; infinite where it says nothing."""
+    """(low, high): how far a surrogate lets the ratio leave 1; infinite if it sets no bound."""
     plain = getattr(surrogate, "func", surrogate)
     chosen = {name: p.default for name, p in options(plain).items()}
     chosen |= getattr(surrogate, "keywords", {})

@@ -1,4 +1,4 @@
-"""When to look: times of the forward process for objectives that noise finished samples afresh.
+"""Times of the forward process for objectives that re-noise finished samples.
 
 A time sampler is ``(rng, name, draws, grid) -> [B, D]`` with times in (0, 1], 1 being noise. Rows
 of equal ``name`` [B] draw the same; ``grid`` [B, K + 1] are the times the sampler visited, None for
@@ -34,10 +34,10 @@ def steps(
     skip: int = 0,
     alike: bool = False,
 ) -> Tensor:
-    """Draw different steps of the sampler's own grid, for each row by itself or alike for all.
+    """Draw distinct steps of the sampler's own grid, for each row by itself or the same for all.
 
-    Of its first int(share * steps), the noisy ones, without the first ``skip``; as many as there
-    are at most.
+    From the first int(share * steps), the noisy ones, without the first ``skip``; at most as many
+    as there are.
     """
     if grid is None:
         raise UserError(
@@ -66,7 +66,7 @@ def early_steps(
 def uniform(
     rng: Rng, name: Tensor, draws: int, grid: Tensor | None, *, low: float = 0.0, high: float = 1.0
 ) -> Tensor:
-    """Draw times evenly between two times."""
+    """Draw times uniformly between two times."""
     if not 0 <= low < high <= 1:
         raise UserError(
             f"the time sampler uniform needs 0 <= low < high <= 1, not {low} and {high}"

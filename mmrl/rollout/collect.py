@@ -1,8 +1,8 @@
 """Samples a rollout in parts: the rewards of one part are computed while the next is sampled.
 
-Randomness is keyed by the row, so that the samples are those of one rollout, whatever the number of
-parts, to rounding: a few units in the last place, where a CPU or GPU rounds a row of a product by
-its place among the others.
+Randomness is keyed by the row, so that the samples do not depend on the number of parts, up to
+rounding: a few units in the last place, where the rounding of a matrix product depends on the
+position of a row in the batch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Sampled:
     iteration: int  # from 0
     media: Media
     rollout: Rollout  # with the masks and advantages that are trained on
-    rewards: Rewards  # as the rewards gave them
-    shaped: Rewards  # as they were compared
-    # with the groups that were replaced; shaped where none was
+    rewards: Rewards  # as measured
+    shaped: Rewards  # as compared
+    # with the groups that were replaced; shaped if none was
     everything: tuple[Rollout, Rewards]
     metrics: Mapping[str, float]  # of the stages and the monitors before
 
@@ -46,7 +46,7 @@ Monitor = Callable[[Sampled], dict[str, float]]
 
 
 class RewardStream(Protocol):
-    """Scores a batch that is handed over in parts."""
+    """Scores a batch that arrives in parts."""
 
     def put(self, media: Media, prompts: list[Prompt], group: Tensor) -> None: ...
 
@@ -55,7 +55,7 @@ class RewardStream(Protocol):
 
 @runtime_checkable
 class GroupScorer(Protocol):
-    """Scores with the knowledge of which rows are a group, also in parts (``Scorer``)."""
+    """Scores knowing which rows are a group, also in parts (``Scorer``)."""
 
     def __call__(
         self, media: Media, prompts: list[Prompt], group: Tensor | None = None
@@ -65,9 +65,8 @@ class GroupScorer(Protocol):
 
 
 class Share(NamedTuple):
-    """Says how many prompts all processes sample once more, and where this one's begin among
-    them; ``idle``: those that it samples besides, since all must draw equally many, as sharded
-    models need."""
+    """Says how many prompts all processes resample, and where this process's begin among them;
+    ``idle``: extra ones, since sharded models need equally many on all processes."""
 
     total: int
     offset: int
@@ -75,8 +74,8 @@ class Share(NamedTuple):
 
 
 def evenly(count: int, device: torch.device) -> Share:
-    """Share out what is sampled once more, of which this process has ``count`` prompts; a
-    collective call."""
+    """Distribute what is resampled, of which this process has ``count`` prompts; a collective
+    call."""
     counts = distributed.all_gather_rows(torch.tensor([count], device=device)).tolist()
     rank, _ = distributed.world()
     return Share(sum(counts), sum(counts[:rank]), max(counts) - count)
@@ -119,14 +118,14 @@ def draw(
 
 
 def scored(scorer: Score, media: Media, rollout: Rollout) -> Rewards:
-    """Score a rollout. A ``Scorer`` is told which rows are a group; any other function guesses."""
+    """Score a rollout. A ``Scorer`` is given the groups of the rows; other functions are not."""
     if isinstance(scorer, GroupScorer):
         return scorer(media, rollout.prompt_per_row(), rollout.group)
     return scorer(media, rollout.prompt_per_row())
 
 
 class Unscored:
-    """Stands in for a scorer on processes that hold the rows of another one, which scores them."""
+    """Replaces the scorer on processes whose rows another process scores."""
 
     def __call__(self, media: Media, prompts: list[Prompt], group: Tensor | None = None) -> Rewards:
         return Rewards({})
@@ -142,7 +141,7 @@ class Unscored:
 
 def once(scorer: Any) -> Any:
     """Return the scorer on the process that scores for all that hold the same rows; ``shared`` then
-    tells them."""
+    broadcasts the rewards."""
     return scorer if distributed.leads() else Unscored()
 
 
@@ -179,8 +178,8 @@ def appended(*parts: Rollout) -> Rollout:
 
 @torch.no_grad()
 def rescored(policy: Policy, rollout: Rollout, rows: Tensor) -> Tensor:
-    """Score the decisions of ``rows`` [B] bool under the weights in force: the log-probs [B, K] of
-    all rows, the others' as they were. Every process makes equally many passes."""
+    """Score the decisions of ``rows`` [B] bool under the current weights: the log-probs [B, K] of
+    all rows, those of the others unchanged. Every process makes equally many passes."""
     logprob = rollout.logprob.flatten().clone()
     places = torch.arange(len(logprob), device=logprob.device).double()
     chosen = rollout.replace(logprob=places.view_as(rollout.logprob))[rows]
@@ -199,7 +198,7 @@ def rescored(policy: Policy, rollout: Rollout, rows: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Rollout]) -> Rollout:
-    """Join parts to one rollout of all prompts. Shorter ones are padded at the end, masked."""
+    """Join parts into one rollout of all prompts. Shorter ones are padded at the end, masked."""
     longest = max(part.mask.shape[1] for part in parts)
     states = max(
         part.trajectory.states.shape[1] if isinstance(part.trajectory, LatentPath) else 0
@@ -238,9 +237,9 @@ def padded(rollout: Rollout, length: int) -> Rollout:
 
 
 def with_room(rollout: Rollout, states: int) -> Rollout:
-    """Pad the path to so many states: rows drawn with other stochastic steps may keep fewer.
+    """Pad the path to ``states`` states: rows with other stochastic steps may have fewer.
 
-    ``visit`` leads to none of the new ones."""
+    ``visit`` points to none of the new ones."""
     path = rollout.trajectory
     if not isinstance(path, LatentPath) or path.states.shape[1] == states:
         return rollout

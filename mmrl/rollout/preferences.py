@@ -1,4 +1,4 @@
-"""Puts compared answers of the data in place of samples: offline preferences."""
+"""Uses compared answers of the data instead of samples: offline preferences."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ REWARD = "preference"  # 1 the better or a good answer, 0 the worse, -1 a bad on
 
 
 class Compared:
-    """Stands in for ``collect.draw``: a prompt's group is its answers in the data, whose rewards
-    say which is better. Log-probs are those of the weights in force."""
+    """Replaces ``collect.draw``: a prompt's group is its answers in the data, whose rewards say
+    which is better. Log-probs are those of the current weights."""
 
     def __init__(self, pairs: Pairs):
         self.pairs = pairs
@@ -48,11 +48,11 @@ class Compared:
         parts: int = 1,
         context: RolloutContext = NO_CONTEXT,
     ) -> tuple[Rollout, Media, Callable[[], Rewards]]:
-        """Make a rollout of the answers to ``prompts``. ``scorer``, ``parts`` and ``context`` are
-        those of sampling, and not looked at.
+        """Make a rollout of the answers to ``prompts``. ``scorer``, ``parts`` and ``context``,
+        which sampling needs, are ignored.
 
-        Where the policy cannot give an answer, as it is too long or has a token that is never
-        written, the rewards of its group are NaN, so that it does not train.
+        If the policy cannot give an answer, because it is too long or has a suppressed token, the
+        rewards of its group are NaN, so that it is not trained on.
         """
         policy = Demonstrates.of(policy)
         lot = Rng(rng.fold("pair").key)
@@ -63,12 +63,12 @@ class Compared:
         answers = [
             opened(policy, prompt, each) for prompt, each in zip(repeated, judged, strict=True)
         ]
-        # every answer is a prompt of its own there, and named as a sample would be
+        # there every answer is its own prompt, named as a sample would be
         rows = policy.demonstrate(repeated, answers, replace(rng, offset=rng.offset * size))
         taken = rows.provenance.is_ground_truth
         taken = rows.alive() if taken is None else taken
         taken = taken & (rows.logprob.isfinite() | ~rows.mask).all(1)
-        taken = taken.view(-1, size).all(1).repeat_interleave(size)  # half a pair says nothing
+        taken = taken.view(-1, size).all(1).repeat_interleave(size)  # half a pair is useless
         cond, shown = Replays.of(policy).recall(list(prompts))
         group = torch.arange(len(rows), device=rows.group.device) // size
         provenance = rows.provenance.replace(is_ground_truth=None)
@@ -84,8 +84,8 @@ class Compared:
         )
 
     def check(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
-        """Raise UserError, with file and line, where rows have no two answers, equal ones, or files
-        that cannot be opened."""
+        """Raise UserError, with file and line, for rows without two answers, with equal ones, or
+        with files that cannot be opened."""
         policy = Demonstrates.of(policy)
         problems = []
         for prompt in prompts:

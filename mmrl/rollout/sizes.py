@@ -1,5 +1,4 @@
-"""Takes the prompts of each size apart, where rows of the data ask for pictures of several: those
-of one rollout have one."""
+"""Separates prompts by image size, if the data have several: a rollout has images of one size."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple, Generic[T]):
-    """Holds what was done for the prompts of one size, and their places among all."""
+    """Holds the result for the prompts of one size, and their positions among all."""
 
     places: list[int]
     outcome: T
@@ -23,8 +22,8 @@ class Part(NamedTuple, Generic[T]):
 def by_size(
     policy: Policy, prompts: Sequence[Prompt], work: Callable[[list[Prompt]], T]
 ) -> list[Part[T]]:
-    """Do ``work`` for the prompts of each size, in the order of their first ones; every process
-    does so in the same order."""
+    """Do ``work`` for the prompts of each size, in the order of first occurrence, which is the same
+    on every process."""
     groups: dict[tuple[int, int] | None, list[int]] = {}
     for place, prompt in enumerate(prompts):
         groups.setdefault(size_of(policy, prompt), []).append(place)

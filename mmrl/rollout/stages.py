@@ -1,8 +1,8 @@
 """Defines stages, which change the rows that an iteration trains on.
 
 A stage is registered in ``STAGES`` and made from its own options where ``train.stages`` names it;
-some of mmrl make themselves from an option of ``train:``, of the data or of the policy. The trainer
-calls every method of every stage: those of mmrl in the order of registration, then others in that
+some built-in ones are made from an option of ``train:``, of the data or of the policy. The trainer
+calls every method of every stage: built-in ones in the order of registration, then others in that
 of ``train.stages``.
 """
 
@@ -33,7 +33,7 @@ from samplers.noise import Rng
 
 @dataclass(frozen=True)
 class Drawn:
-    """Holds samples with their rewards, and the groups that were sampled too but were replaced.
+    """Holds samples with their rewards, and the groups that were sampled but replaced.
 
     Of the replaced ones ``gave_way`` has groups and rewards, not their samples; ``unused`` has
     those of further samples of the same groups that are not trained on.
@@ -46,7 +46,7 @@ class Drawn:
     unused: tuple[tuple[Rollout, Rewards], ...] = ()
 
     def sampled(self) -> tuple[Rollout, Rewards]:
-        """Join everything the policy wrote itself in this iteration, also what is not trained on.
+        """Join everything the policy sampled in this iteration, also what is not trained on.
 
         Statistics are of these rows.
         """
@@ -66,7 +66,7 @@ class Drawn:
         return rows, row_rewards
 
 
-# draws and scores, with the behaviour weights, so many samples of each prompt
+# draws and scores samples with the sampling weights, as many of each prompt as ``Copies`` says
 Sample = Callable[[list[Prompt], Rng, Copies], Drawn]
 
 
@@ -81,7 +81,7 @@ class Setup:
     policy: Policy
     prompts: Sequence[Prompt]
     rewards: Mapping[str, Any]
-    # within it the weights are those that sample
+    # the sampling weights are in force within it
     behavior: Callable[[], AbstractContextManager[Any]] = nullcontext
     # scores rows as samples are scored; a collective call
     score: Callable[[Rollout], Rewards] = lambda rollout: Rewards({})
@@ -92,29 +92,29 @@ class Stage:
     of a checkpoint, if it has a state."""
 
     effects: ClassVar[Effects] = Effects()
-    # what makes the stage, in place of ``train.stages``: an option of ``train``, or anything else
+    # what makes the stage, instead of ``train.stages``: an option of ``train``, or anything else
     option: ClassVar[str] = ""
     asked_by: ClassVar[str] = ""
     saved_as: str = ""
-    grows: bool = False  # adds rows to groups, and names all rows anew
-    # the mark of provenance whose rows are compared among themselves; empty: none
+    grows: bool = False  # adds rows to groups, and renumbers all rows
+    # rows with this mark of provenance are compared among themselves; empty: none
     baseline_of: str = ""
 
     @classmethod
     def build(cls, setup: Setup) -> Stage | None:
-        """Make the stage if something else than ``train.stages`` asks for it, else return None. May
-        raise UserError."""
+        """Make the stage if something other than ``train.stages`` asks for it, else return None.
+        May raise UserError."""
         return None
 
     @classmethod
     def unfit(cls, options: Any, policy: Any) -> Iterator[tuple[str, str]]:
-        """Yield (key, sentence) for what a policy, an object or a class, cannot do of what its
-        ``options`` ask; an empty key: the stage as a whole."""
+        """Yield (key, sentence) for what ``options`` ask and a policy (object or class) cannot do;
+        an empty key: the stage as a whole."""
         return iter(())
 
     def setup(self, setup: Setup) -> None:
-        """Look at the parts of the run, where ``train.stages`` names the stage, before the first
-        iteration. May raise UserError."""
+        """Check the parts of the run before the first iteration, if ``train.stages`` names the
+        stage. May raise UserError."""
 
     def begin(self, iteration: int) -> None:
         """Prepare the policy for iteration ``iteration`` (from 0), before anything is sampled."""
@@ -124,13 +124,13 @@ class Stage:
         return context
 
     def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
-        """Look at what was just sampled for ``prompts``, which are as they stand in the data."""
+        """Observe what was just sampled for ``prompts``, which are as in the data."""
 
     def groups(
         self, drawn: Drawn, iteration: int, sample: Sample
     ) -> tuple[Drawn, dict[str, float]]:
-        """Exchange groups before they are compared. Also returns counts over all processes, for
-        the log."""
+        """Replace groups before they are compared. Also returns counts over all processes, for the
+        log."""
         return drawn, {}
 
     def state_dict(self) -> tuple[dict[str, Tensor], Any]:
@@ -138,11 +138,11 @@ class Stage:
         return {}, None
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        """Restore a state of ``state_dict``; both are empty where a checkpoint has none."""
+        """Restore a state of ``state_dict``; both are empty if a checkpoint has none."""
 
 
 class KnowsPrompts(Stage):
-    """Knows the prompts of an iteration as they stand in the data, by what the policy returned."""
+    """Knows the original prompts of the data for the prompts that the policy returned."""
 
     origins: dict[int, Prompt]  # id of the returned prompt -> prompt of the data
 
@@ -155,8 +155,8 @@ class KnowsPrompts(Stage):
 
 
 def stages_of(setup: Setup) -> list[Stage]:
-    """Make all registered stages that the options ask for, and those that ``train.stages`` has,
-    which one trainer does not share with another. UserError for what the policy cannot do."""
+    """Make all registered stages that the options ask for, and those of ``train.stages``, new for
+    each trainer. Raises UserError for what the policy cannot do."""
     from mmrl.config.effects import unsupported
 
     load_built_in()  # a program that makes its trainer itself may have imported none
@@ -180,7 +180,7 @@ def stages_of(setup: Setup) -> list[Stage]:
 
 
 def outline(rollout: Rollout) -> Rollout:
-    """Keep which rows answer which prompts, without the samples."""
+    """Return which rows answer which prompts, without the samples."""
     nothing = torch.zeros_like(rollout.mask[:, :1])
     return Rollout(
         group=rollout.group,
@@ -203,7 +203,7 @@ def group_sizes(rollout: Rollout) -> list[int]:
 
 
 def sizes_of_all(rollout: Rollout) -> list[int]:
-    """Count the rows of every group of all processes, in the order of the rows' names; a collective
+    """Count the rows of every group of all processes, in the order of the row ids; a collective
     call."""
     group = rollout.group[rollout.row_id.argsort()]
     _, counts = torch.unique_consecutive(group, return_counts=True)
@@ -212,8 +212,7 @@ def sizes_of_all(rollout: Rollout) -> list[int]:
 
 
 def set_apart(rollout: Rollout, mark: str) -> Rollout:
-    """Make groups of their own of the rows with a mark of ``Provenance``, as advantages see
-    them."""
+    """Put the rows with a mark of ``Provenance`` in separate groups, for advantages."""
     rows: Tensor | None = getattr(rollout.provenance, mark)
     if rows is None:
         return rollout
@@ -224,8 +223,8 @@ def set_apart(rollout: Rollout, mark: str) -> Rollout:
 
 
 def by_question(rollout: Rollout) -> Rollout:
-    """Make one group of the answers to all forms of a question (data ``forms``, together), as
-    advantages see them."""
+    """Make one group of the answers to all forms of a question (data ``forms``, together), for
+    advantages."""
     questions = [prompt.get("question") for prompt in rollout.prompts]
     if all(question is None for question in questions):
         return rollout
@@ -238,7 +237,7 @@ def by_question(rollout: Rollout) -> Rollout:
 
 
 def moments(rollout: Rollout, rewards: Rewards) -> PromptMoments:
-    """Compute the moments of every row's group, rows without a reward left out."""
+    """Compute the moments of every row's group, leaving out rows without a reward."""
     double, groups = measured(rewards.per_row(), rollout)
     total = double.total()
     return PromptMoments(
@@ -247,8 +246,8 @@ def moments(rollout: Rollout, rewards: Rewards) -> PromptMoments:
 
 
 def shaped_moments(rollout: Rollout, plain: Rewards, shaped: Rewards) -> Rollout:
-    """Return the rollout with the means of all samples moved by what shaping changes on average in
-    each group: those that are not trained on were not shaped."""
+    """Return the rollout with each group's mean shifted by the average change that shaping makes,
+    since samples that are not trained on were not shaped."""
     if rollout.all_samples is None or shaped is plain:
         return rollout
     before = moments(rollout, plain).mean

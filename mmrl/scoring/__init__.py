@@ -1,8 +1,8 @@
 """Scores a batch such that no failure of a reward can pass for a low score: in parallel, cached,
 placed.
 
-``Scorer`` is ``(media, prompts) -> Rewards``. Every reward gets: no gradients, its own thread
-beside other rewards, its device, precision and batch size, a cache, and the rules for failures.
+``Scorer`` is ``(media, prompts) -> Rewards``. Every reward runs without gradients, in its own
+thread, on its device, in its precision and batch size, with a cache and the rules for failures.
 """
 
 from mmrl.core.handling import Handling

@@ -1,6 +1,6 @@
 """Scores one batch with one reward such that no failure of the reward can pass for a low score.
 
-A reward that raises, or returns NaN or infinity for a sample, is called once more; a batch that
+A reward that raises, or returns NaN or infinity for a sample, is called again once; a batch that
 keeps raising is halved until only the failing samples are left. Those become NaN, which takes them
 out of their group's statistics and out of training, and they are counted and shown. Too many of
 them stop the run with the cause. One that does not answer in time is not called again for these
@@ -30,8 +30,7 @@ OURS = os.path.dirname(__file__)
 
 
 class TimedOut(Exception):
-    """Signals that a reward has not answered in time: calling it again would only wait once
-    more."""
+    """Signals that a reward has not answered in time: calling it again would only wait longer."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,7 @@ class Cause:
 
 @dataclass
 class Budget:
-    """Counts how many samples of a batch one reward may fail to score, over all parts in which the
-    batch comes."""
+    """Counts how many samples of a batch one reward may fail to score, over all its parts."""
 
     rows: int  # of the whole batch
     allowed: float
@@ -53,7 +51,7 @@ class Budget:
 class Attempt:
     """Tracks one reward on one batch: which rows have a value, which have failed and why.
 
-    ``groups`` [B]: equal numbers belong together; looked at only for a reward of whole groups.
+    ``groups`` [B]: equal numbers belong together; used only for a reward of whole groups.
     """
 
     def __init__(
@@ -100,14 +98,13 @@ class Attempt:
         return self.values
 
     def why(self) -> str:
-        """Return what the reward itself says of values that are missing, such as which server is
-        not there."""
+        """Return the reward's own explanation of missing values, such as which server is down."""
         says = getattr(self.reward, "causes", None)
         return f" ({cause})" if callable(says) and (cause := str(says())) else ""
 
     def missing(self, row: int) -> bool:
-        """Tell whether a row has no value: NaN may stand for some decisions of a step reward, not
-        for all; infinity never."""
+        """Tell whether a row has no value: some decisions of a step reward may be NaN, not all;
+        none may be infinite."""
         values = self.values[row]
         if values.ndim == 0 and does_not_apply(values):
             return False
@@ -149,7 +146,7 @@ class Attempt:
         self.values[rows] = values
 
     def call(self, rows: list[int]) -> Tensor:
-        """Return what the reward says of these rows, checked, [n] or [n, K]."""
+        """Return the reward's values for these rows, checked, [n] or [n, K]."""
         media = self.media
         prompts = self.prompts
         if rows != list(range(len(prompts))):

@@ -1,4 +1,4 @@
-"""Adds to every reward what none should do itself: device, precision, batch size, offloading,
+"""Handles for every reward what it should not do itself: device, precision, batch size, offloading,
 cache."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Handled:
             handling.cache, handling.cache_entries, identity, name
         )
         self.clock = None if handling.timeout is None else Worker(f"reward {name}, timed")
-        # where each network was when it was first looked for
+        # where each network was when it was first found
         self.homes: dict[int, torch.device] = {}
         self.device = None if handling.device is None else checked(handling.device, name)
         if self.device is not None:
@@ -64,7 +64,7 @@ class Handled:
         return cls(reward, handling or Handling(), name)
 
     def __getattr__(self, name: str) -> Any:
-        """Pass on the reward's attributes, such as the record of its servers or the cost of its
+        """Forward to the reward's attributes, such as the record of its servers or the cost of its
         judge."""
         if name == "reward":
             raise AttributeError(name)
@@ -75,7 +75,7 @@ class Handled:
         return card_of(self.reward)
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Any:
-        """Return what the reward says; a tensor [B] or [B, K] with a cache or a batch size."""
+        """Return the reward's values; a tensor [B] or [B, K] with a cache or a batch size."""
         size = self.handling.batch_size or (1 if self.is_single() else None)
         if self.cache is None and size is None:
             return self.ask([(media, prompts)])[0]
@@ -142,7 +142,7 @@ class Handled:
         return self.alone(answer)
 
     def alone(self, answer: Any) -> Any:
-        """Return an answer without its sub-scores, which are kept for the log."""
+        """Split off an answer's sub-scores, which are kept for the log, and return the rest."""
         values, scores = parted(answer, self.name)
         self.sub_scores.add(scores)
         return values
@@ -212,7 +212,7 @@ class Handled:
 
 
 def is_async(reward: Any) -> bool:
-    """Tell whether a reward, a function or an object, answers with something to be awaited."""
+    """Tell whether a reward (function or object) returns something to be awaited."""
     method = vars(type(reward)).get("__call__")
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(method)
 
@@ -231,7 +231,7 @@ def checked(device: str, name: str) -> torch.device:
 
 
 def networks(reward: Any) -> list[nn.Module]:
-    """Return the outermost modules that a reward is, holds in its attributes, or has bound."""
+    """Return the outermost modules of a reward: itself, in its attributes, or bound."""
     modules: list[nn.Module] = []
     visited: set[int] = set()
 
@@ -264,7 +264,7 @@ def held(value: Any) -> Iterator[Any]:
 
 
 def packed(missing: list[int], units: list[list[int]], size: int) -> Iterator[list[int]]:
-    """Pack units into parts of at most ``size`` rows; a unit that is larger comes alone."""
+    """Pack units into parts of at most ``size`` rows; a larger unit is a part by itself."""
     part: list[int] = []
     rows = 0
     for i in missing:

@@ -1,5 +1,5 @@
-"""Takes what people's own rewards return: numbers, sub-scores beside them, None where a reward does
-not apply, and coroutines of all of these."""
+"""Parses what custom rewards return: numbers, with sub-scores, None where a reward does not apply,
+and coroutines of all of these."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mmrl.core.errors import UserError
 from rewards.card import Sums
 
 MAIN = "score"  # the sub-score that is the reward
-# bits of the NaN that stands for "does not apply": it never leaves this room
+# bits of the NaN that stands for "does not apply": it never leaves this package
 _MARK = 0x7FC0A11D
 
 
 def awaited(answers: Sequence[Any], concurrency: int) -> list[Any]:
-    """Return the values of answers, of which some are awaited: together, at most ``concurrency`` at
+    """Return the values of answers; awaitable ones run concurrently, at most ``concurrency`` at
     once."""
     if not any(map(inspect.isawaitable, answers)):
         return list(answers)
@@ -40,7 +40,7 @@ def awaited(answers: Sequence[Any], concurrency: int) -> list[Any]:
 
 
 def parted(answer: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """Part what a reward returned into its values and its sub-scores by name.
+    """Split what a reward returned into its values and its sub-scores by name.
 
     A dict, or a list of a dict for each sample, has the values under ``score`` or as its only
     entry; a tuple has them first and the dict second. Raises UserError.
@@ -68,7 +68,7 @@ def with_marks(values: Any) -> Any:
     try:
         numbers = torch.tensor([float("nan") if v is None else float(v) for v in values])
     except (TypeError, ValueError):
-        return values  # which is refused as what it is
+        return values  # refused later, by its type
     bits = numbers.view(torch.int32)
     bits[torch.tensor([value is None for value in values])] = _MARK
     return numbers
@@ -80,9 +80,8 @@ def does_not_apply(values: Tensor) -> Tensor:
 
 
 def left_out(values: Tensor, groups: Sequence[int]) -> Tensor:
-    """Give the entries [B] to which a reward does not apply the mean of those of their group to
-    which it does, else that of all: they speak neither for nor against a sample, and no mean
-    changes."""
+    """Fill the entries [B] to which a reward does not apply with the mean of the others in their
+    group, else of all others: they count neither for nor against a sample, and no mean changes."""
     marked = does_not_apply(values)
     if values.ndim != 1 or not marked.any():
         return values
@@ -112,7 +111,7 @@ class SubScores:
             try:
                 numbers = torch.as_tensor(with_marks(values), dtype=torch.float64).flatten()
             except (TypeError, ValueError, RuntimeError):
-                continue  # a text beside the numbers, such as a reason
+                continue  # a text among the numbers, such as a reason
             numbers = numbers[numbers.isfinite()]
             total = self.sums.setdefault(str(name), [0.0, 0.0])
             total[0] += float(numbers.sum())

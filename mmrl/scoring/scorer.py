@@ -1,5 +1,5 @@
 """Scores a batch with all rewards of a run: in parallel threads, at once or in parts as they
-come."""
+arrive."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Failures:
 class Scorer:
     """Maps ``(media, prompts) -> Rewards``, with NaN where a sample could not be scored.
 
-    Several rewards are computed side by side, each in a thread of its own, so that a slow server
-    does not wait for a network; each sees its samples in order, so that the numbers are those of
-    one after another.
+    Several rewards are computed in parallel, each in its own thread, so that a slow server does not
+    wait for a network; each sees its samples in order, so that the values are the same as in
+    sequence.
 
     Args:
         rewards: by name, each ``(media, prompts) -> [B]``; lists and numpy arrays of numbers are
-            taken too. A reward judges each sample by itself unless its card says otherwise: after a
-            failure it sees parts of the batch.
+            accepted too. A reward judges each sample by itself unless its card says otherwise:
+            after a failure it sees parts of the batch.
         weights: by name; 1 where none is given.
         max_failures: the largest share of a batch that a reward may fail to score, 0 to 1. One of
             weight 0 is only watched: it may fail for all.
@@ -109,7 +109,7 @@ class Scorer:
 
     @classmethod
     def nothing(cls) -> Scorer:
-        """Make a scorer without rewards, for training that has none: it is never called."""
+        """Make a scorer without rewards, for training without any: it is never called."""
         scorer = cls.__new__(cls)
         scorer.rewards, scorer.weights, scorer.workers = {}, {}, {}
         scorer.failures, scorer.seconds, scorer.max_failures = {}, {}, 0.0
@@ -154,8 +154,8 @@ class Scorer:
         return total
 
     def stream(self, rows: int, beside: bool = True) -> Stream:
-        """Score a batch of ``rows`` samples in parts, as they come; ``beside``: in threads
-        meanwhile."""
+        """Score a batch of ``rows`` samples in parts, as they arrive; ``beside``: in background
+        threads."""
         return Stream(self, rows, beside)
 
     def score(
@@ -188,16 +188,15 @@ class Scorer:
             self.seconds[name] += time.perf_counter() - start
 
     def remember(self) -> None:
-        """Let rewards with memory keep what they saw in their last call, which was one of
-        training."""
+        """Let rewards with memory keep what they saw in their last call, a call of training."""
         self._remembered = {name: r.sub_scores.taken() for name, r in self.rewards.items()}
         for reward in self.rewards.values():
             if hasattr(reward, "remember"):
                 reward.remember()
 
     def validated(self) -> None:
-        """Let rewards that are guided by evaluations keep what they saw in their last call, which
-        was one."""
+        """Let rewards that are guided by evaluations keep what they saw in their last call, an
+        evaluation."""
         for reward in self.rewards.values():
             if hasattr(reward, "validated"):
                 reward.validated()
@@ -271,8 +270,8 @@ class Scorer:
 
 
 class Stream:
-    """Scores a batch that comes in parts. Every part holds whole groups; the parts of a reward are
-    scored in order."""
+    """Scores a batch that arrives in parts. Every part holds whole groups; the parts of a reward
+    are scored in order."""
 
     def __init__(self, scorer: Scorer, rows: int, beside: bool):
         self.scorer = scorer
@@ -311,13 +310,13 @@ class Stream:
             done.append(self.scorer.workers[name].submit(*job) if self.beside else now(*job))
 
     def result(self) -> Rewards:
-        """Return the values of all parts in the order in which they came; raise what a reward
-        raised, the first by name."""
+        """Return the values of all parts in the order of arrival; raise what a reward raised, the
+        first by name."""
         known = {name: left_out(row, self.groups) for name, row in self.values().items()}
         return Rewards(known, self.scorer.weights)
 
     def values(self) -> dict[str, Tensor]:
-        """Return the values by reward; what a reward does not apply to is marked
+        """Return the values by reward; entries to which one does not apply are marked
         (``does_not_apply``)."""
         with self._resident:
             # collective calls first, in the same order on all processes
@@ -333,7 +332,7 @@ class Stream:
 
 
 def keeps_state(reward: Any) -> bool:
-    """Tell whether a reward has a state to save; the weights of a network are none."""
+    """Tell whether a reward has a state to save; weights of a network do not count."""
     method = getattr(type(reward), "state_dict", None)
     return method is not None and method is not torch.nn.Module.state_dict
 
@@ -347,7 +346,7 @@ def together(media: Sequence[Media]) -> Media:
 
 
 def now(call: Callable[..., Value], *args: Any) -> Future[Value]:
-    """Return the outcome of a call that is made at once, as a future."""
+    """Call immediately and return the outcome as a future."""
     future: Future[Value] = Future()
     try:
         future.set_result(call(*args))
@@ -357,8 +356,7 @@ def now(call: Callable[..., Value], *args: Any) -> Future[Value]:
 
 
 def joined(name: str, parts: list[Tensor]) -> Tensor:
-    """Join parts to [B] or [B, K]; a part of which a step reward could say nothing has no K of its
-    own."""
+    """Join parts to [B] or [B, K]; a part that a step reward could not score has no K."""
     steps = {part.shape[1] for part in parts if part.ndim == 2}
     if len(steps) > 1:
         raise UserError(

@@ -1,5 +1,5 @@
-"""Calls people's own functions as rewards, by the names and the number of their parameters: the
-same in a file, on the command line, in YAML and in Python."""
+"""Calls custom functions as rewards, by the names and the number of their parameters: the same in a
+file, on the command line, in YAML and in Python."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SIGNATURES = (
 
 
 def by_signature(reward: Any, name: str) -> Any:
-    """Return a plain function of a user's as ``(media, prompts) -> [B]``; anything else, and a
-    function that is one already, as it is."""
+    """Wrap a user's plain function as ``(media, prompts) -> [B]``; anything else, and a function
+    that has this form already, is returned as it is."""
     function = reward.func if isinstance(reward, partial) else reward
     if not inspect.isfunction(function):
         return reward
@@ -39,14 +39,14 @@ def by_signature(reward: Any, name: str) -> Any:
 
 
 def role(name: str) -> str:
-    """Return what a parameter of this name takes; "" where the name does not say."""
+    """Return what a parameter of this name takes; "" if the name does not tell."""
     if name in ("prompt", "prompts"):
         return name
     return "batch" if name in BATCH else "single" if name in SINGLE else ""
 
 
 def needed(function: Any) -> list[str] | None:
-    """Name the parameters that must be filled; None where some are keywords or none can be read."""
+    """Name the required parameters; None if some are keyword-only or none can be read."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -59,7 +59,7 @@ def needed(function: Any) -> list[str] | None:
 
 def picture(item: Any) -> Any:
     """Turn an image [3, H, W] in 0..1 into a PIL image, a video into a list of them; a text stays
-    what it is."""
+    as it is."""
     from PIL import Image
 
     if not isinstance(item, Tensor):
@@ -76,7 +76,7 @@ def batch_reward(
     """Return ``(media, prompts) -> [B]`` for a function of the user's, by its signature.
 
     ``(samples, prompts)``, or one parameter whose name is a plural such as ``images``: it is called
-    with the batch as rewards of mmrl are, images [B, 3, H, W] in 0..1, videos [B, F, 3, H, W] or a
+    with the batch as built-in rewards are, images [B, 3, H, W] in 0..1, videos [B, F, 3, H, W] or a
     list of texts, and returns B numbers. ``(sample)`` or ``(sample, prompt)``: it is called with
     each sample, as ``shown`` turns it (a PIL image, the frames of a video, a text), and returns a
     number; None where it does not apply. Both may be async.

@@ -35,7 +35,7 @@ class Worker:
             ).start()
             weakref.finalize(self, self._jobs.put, None)
         future: Future[Value] = Future()
-        # what holds for the caller holds for the call, such as whose prompts these are
+        # the call runs in the caller's context, which says for example whose prompts these are
         self._jobs.put((future, copy_context().run, (call, *args)))
         return future
 

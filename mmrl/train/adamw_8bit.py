@@ -1,5 +1,4 @@
-"""Makes bitsandbytes' AdamW in 8 bits usable on shards (FSDP2); it is imported where it is
-chosen."""
+"""Makes bitsandbytes' 8-bit AdamW usable on shards (FSDP2); imported only where it is chosen."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ class WholeAdamW8bit(WholeSteps, AdamW8bit):
     """Keeps the blocks of whole weights, also where processes hold shards of them."""
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Take a saved state. bitsandbytes copies it deeply, which shards do not bear: they go in
+        """Restore a saved state. bitsandbytes makes a deep copy, which fails on shards: they go in
         as plain tensors, and are shards again afterwards."""
         plain = {**state_dict, "state": _plain(state_dict["state"])}
         AdamW8bit.load_state_dict(self, plain, move_to_device)

@@ -13,7 +13,7 @@ class Batch:
 
     iteration: int  # from 0
     rollout: Rollout  # with advantages; what is not trained on is masked
-    rewards: Rewards  # of its rows, as they were compared
+    rewards: Rewards  # of its rows, as compared
     # all rows that the policy sampled, also replaced ones, and their rewards
     sampled: tuple[Rollout, Rewards]
     group_sizes: tuple[int, ...]  # rows of each prompt of the iteration, on all processes

@@ -1,5 +1,4 @@
-"""Says what of an objective, a policy, prompts and options does not go together, before a trainer
-trains."""
+"""Checks before training whether objective, policy, prompts and options fit together."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ from mmrl.policies.base import Policy
 
 
 def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None:
-    """Raise UserError if the forms of a question, which are compared, would be on two processes."""
+    """Raise UserError if the forms of a question, which are compared, would be split over two
+    processes."""
     together = as_curriculum(prompts).prompts_per_question
     if prompts_per_process % together:
         raise UserError(
@@ -35,8 +35,8 @@ def whole_questions(prompts: Sequence[Prompt], prompts_per_process: int) -> None
 
 
 def one_size(prompts: Sequence[Prompt], options: TrainOptions) -> None:
-    """Raise UserError if answers of other iterations, whose pictures may have another size, would
-    be put beside those of an iteration."""
+    """Raise UserError if answers of other iterations, whose images may have another size, would be
+    mixed with those of an iteration."""
     if isinstance(prompts, BySize):
         for why in effects.unsuited_to_sizes(options, len(prompts.buckets)):
             raise UserError(why)

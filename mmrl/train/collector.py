@@ -1,5 +1,5 @@
-"""Collects an iteration: takes the prompts, samples, scores, lets the stages exchange groups,
-compares inside groups, and lets the monitors look."""
+"""Collects an iteration: draws the prompts, samples, scores, lets the stages replace groups,
+compares inside groups, and calls the monitors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Collector:
         self.device = device
         group_size_may_be_one = objective.requires.supervised or not objective.requires.compares
         self.plan = arithmetic(options, device.processes, group_size_may_be_one)
-        self.draw: Any = collect.draw  # workers of a cluster may sample in its place
+        self.draw: Any = collect.draw  # workers of a cluster may sample instead
         if options.preferences is not None:
             from mmrl.rollout.preferences import Compared, labelled
 
@@ -104,8 +104,8 @@ class Collector:
 
     @torch.no_grad()
     def collect(self) -> Batch:
-        """Sample, score and compare inside groups; nothing is trained yet. Answers of the data are
-        taken as they are."""
+        """Sample, score and compare inside groups, without training. Answers of the data are taken
+        as they are."""
         first = self.device.rank * self.plan.prompts_per_process
         prompts, sizes = self.next_prompts()
         local = slice(first, first + self.plan.prompts_per_process)
@@ -166,7 +166,7 @@ class Collector:
         return replace(batch, rollout=trained, rewards=weighted, sampled=sampled, metrics=metrics)
 
     def next_prompts(self) -> tuple[list[Prompt], Copies]:
-        """Take the prompts of the iteration, of all processes, and how often each is answered."""
+        """Draw the prompts of the iteration, of all processes, and how often each is answered."""
         options = self.options
         count = options.prompts_per_iteration
         prompts = batch_of_prompts(self.prompts, count, self.iteration, options.seed)
@@ -175,7 +175,7 @@ class Collector:
         return prompts, self.prompts.copies(prompts, options.group_size, self.iteration)
 
     def sample(self, prompts: list[Prompt], rng: Rng, copies: Copies) -> Drawn:
-        """Sample answers to the prompts with the behaviour weights, and score them."""
+        """Sample answers to the prompts with the sampling weights, and score them."""
         context = RolloutContext(self.iteration, self.objective.requires.states_read())
         for stage in self.stages:
             context = stage.context(context)
@@ -202,7 +202,7 @@ class Collector:
         return drawn
 
     def _weighted(self, batch: Batch, drawn: Drawn, rewards: Rewards) -> Rewards:
-        """Return the rewards with the weights that follow their gradients, if they do."""
+        """Return the rewards, with weights that follow their gradients if that is chosen."""
         if self.reward_weights is None:
             return rewards
         from mmrl.train.reward_weights import forgetting
@@ -214,7 +214,7 @@ class Collector:
         return weighted
 
     def _compare(self, drawn: Drawn, rewards: Rewards) -> Rollout:
-        """Give the rollout its advantages. Rows whose advantage is NaN leave training."""
+        """Add advantages to the rollout. Rows whose advantage is NaN are not trained on."""
         rollout = drawn.rollout
         compared = by_question(rollout)
         for stage in self.stages:
@@ -222,7 +222,7 @@ class Collector:
         parts = advantages.parts_of(self.advantage, rewards, compared).to(rollout.logprob)
         if any(stage.baseline_of == "is_ground_truth" for stage in self.stages):
             expert = rollout.provenance.is_ground_truth
-            if expert is not None:  # imitated, however they compare
+            if expert is not None:  # imitated, whatever their advantage
                 parts = torch.where(expert[:, None, None], parts.nan_to_num(0.0), parts)
         trained = parts
         if self.options.mask_truncated_completions:
@@ -249,13 +249,13 @@ class Collector:
         return collect.shared(rewards, getattr(self.scorer, "weights", None))
 
     def _likelihoods(self) -> AbstractContextManager[Any]:
-        """Score answers of others by the model's own distribution, as ``sft`` does."""
+        """Score demonstrations under the model's own distribution, as ``sft`` does."""
         if self.options.preferences is None:
             return nullcontext()
         return self.policy.untempered()
 
     def _behavior(self) -> AbstractContextManager[Any]:
-        """Put the weights in force that sample."""
+        """Use the sampling weights."""
         return self.policy.weights.using(self.objective.behavior_policy)
 
     def _rng(self, name: str) -> Rng:

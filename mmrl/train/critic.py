@@ -1,5 +1,5 @@
-"""Trains a snapshot of the weights beside the policy, by an objective and an optimizer of its own:
-the model of the student's samples in distribution matching."""
+"""Trains a snapshot of the weights along with the policy, with its own objective and optimizer: in
+distribution matching, the model of the student's samples."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SnapshotUpdate:
         self.inner = kind(policy, critic.objective, optimizer, alike, device, Stopwatch())
 
     def improve(self, batch: Batch, rollout: Rollout, rng: Rng, meter: Meter) -> None:
-        """Take its steps on the rows of one step of the policy."""
+        """Take the snapshot's steps on the rows of one step of the policy."""
         learnt = Meter()
         if isinstance(self.inner, HeadedUpdate):
             self.inner.prepare(batch, rng)
@@ -77,23 +77,23 @@ class SnapshotUpdate:
         return self.inner.head_state()
 
     def load_head_state(self, tensors: Mapping[str, Tensor], plain: dict[str, Any]) -> None:
-        """Take up what ``head_state`` gave."""
+        """Restore what ``head_state`` returned."""
         assert isinstance(self.inner, HeadedUpdate)
         self.inner.load_head_state(tensors, plain)
 
 
 class HeadedUpdate(Update):
-    """Takes the optimizer steps of a snapshot and of the head that learns with it, which has an
-    optimizer of its own, with the snapshot's learning rate."""
+    """Takes the optimizer steps of a snapshot and of its head, which has its own optimizer with the
+    snapshot's learning rate."""
 
     def __init__(self, *of_update: Any, head: Head, make: MakeOptimizer):
         super().__init__(*of_update)
         self.head = head
         self.make = make
-        self.of_head: torch.optim.Optimizer | None = None  # made with the head's weights
+        self.of_head: torch.optim.Optimizer | None = None  # created with the head's weights
 
     def prepare(self, batch: Batch, rng: Rng) -> None:
-        """Make the head's weights before its first step."""
+        """Create the head's weights before its first step."""
         if self.of_head is None:
             self.head.measure(self.policy, self.passes.idle(batch, rng))
             self._make()

@@ -1,4 +1,4 @@
-"""Decides where and how passes run: accelerate, with just what the loop needs of it."""
+"""Decides where and how passes run: a thin layer over accelerate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNSUPPORTED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP1": 
 
 
 def check_precision(options: TrainOptions) -> None:
-    """Raise UserError if this machine cannot compute in the precision asked for."""
+    """Raise UserError if this machine cannot compute in the requested precision."""
     if options.precision == "fp16" and not torch.cuda.is_available():
         raise UserError("train.precision fp16 needs a CUDA device; use bf16 or fp32")
 
@@ -52,8 +52,8 @@ def check_launcher() -> None:
 
 
 def check_mesh(options: TrainOptions, processes: int) -> None:
-    """Raise UserError, before anything is loaded, where processes do not divide into the groups
-    that are asked for. One process alone needs no groups."""
+    """Raise UserError, before anything is loaded, if processes do not divide into the requested
+    groups. One process alone needs no groups."""
     if processes == 1:
         return
     split = options.context_parallel
@@ -72,8 +72,8 @@ def check_mesh(options: TrainOptions, processes: int) -> None:
 
 
 def _mesh(options: TrainOptions) -> Any:
-    """Return accelerate's description of shards inside groups and copies between them; None: as
-    the launcher says."""
+    """Return accelerate's mesh: shards inside groups, replicas between them; None: the launcher's
+    own."""
     size = started()
     shards = options.shard_size
     if size == 1 or shards is None or shards == size:
@@ -84,7 +84,7 @@ def _mesh(options: TrainOptions) -> Any:
 
 
 def is_fsdp() -> bool:
-    """Tell whether the launcher was told to shard."""
+    """Tell whether the launcher is configured to shard."""
     return _uses("FSDP")
 
 
@@ -94,7 +94,7 @@ def started() -> int:
 
 
 def _uses(name: str) -> bool:
-    """Tell whether `accelerate launch` was told to use it."""
+    """Tell whether `accelerate launch` is configured to use it."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
 
 
@@ -156,7 +156,7 @@ class Device:
         atexit.unregister(distributed.leave)  # once, however many trainers there are
         atexit.register(distributed.leave)
         self.main: bool = self.accelerator.is_main_process
-        # of those that have rows of their own
+        # of those that have their own rows
         self.rank, self.processes = distributed.world()
 
     @property
@@ -200,8 +200,8 @@ class Device:
         return _built(optimizer, groups_of(policy))
 
     def _name_units(self, policy: Any) -> None:
-        """Tell accelerate what to gather one by one (FSDP2), unless its user has, and what to keep
-        whole."""
+        """Tell accelerate which modules to gather one by one (FSDP2), unless the user has, and
+        which to keep whole."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is None or not self.sharded:
             return
@@ -233,9 +233,8 @@ class Device:
         return bool(self.accelerator.is_fsdp2)
 
     def place(self, policy: Any) -> None:
-        """Move the network to the device, to sample but not to train: its passes are in
-        ``train.precision`` as in training, everything else (encoders, decoders, rewards) stays as
-        it was loaded."""
+        """Move the network to the device for sampling only: its passes run in ``train.precision``
+        as in training; everything else (encoders, decoders, rewards) stays as loaded."""
         self._split(policy)
         self._name_units(policy)
         with ties_kept(policy.net):
@@ -243,7 +242,7 @@ class Device:
 
     def no_sync(self, trained: nn.Module) -> AbstractContextManager[None]:
         """Keep the gradients of a pass on this process unless it is the last of its step (DDP),
-        which saves messages.
+        which saves communication.
 
         FSDP2 reduces them after every pass: without, each process would keep the gradient of the
         whole model.
@@ -257,8 +256,8 @@ class Device:
         self.accelerator.backward(loss * self.all_processes)
 
     def average_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average gradients over processes that hold copies, where no backward pass has done it; a
-        collective call. What has a gradient on no process keeps none."""
+        """Average gradients over processes that hold replicas, if no backward pass has done so; a
+        collective call. A parameter without a gradient on any process keeps none."""
         if self.all_processes == 1:
             return
         present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
@@ -285,8 +284,8 @@ class Device:
 
 
 def _built(optimizer: MakeOptimizer, groups: list[ParameterGroup]) -> torch.optim.Optimizer:
-    """Build an optimizer whose groups have their learning rates; a single plain group is given as a
-    list of parameters."""
+    """Build an optimizer whose groups have their learning rates; a single plain group is passed as
+    a list of parameters."""
     if len(groups) == 1:
         built = optimizer(groups[0].parameters)
     else:
@@ -305,6 +304,6 @@ def _built(optimizer: MakeOptimizer, groups: list[ParameterGroup]) -> torch.opti
 
 
 def _many_on_cpu() -> bool:
-    """Tell whether this is one process of several without a GPU: accelerate must be told, else it
-    takes each for the only one."""
+    """Tell whether this is one of several processes without a GPU: accelerate must be configured
+    for it, else it takes each for the only one."""
     return started() > 1 and not torch.accelerator.is_available()

@@ -1,5 +1,5 @@
-"""Names weights that diverged in training where an iteration then fails: samplers, rewards and the
-check of log-probs all say something else of numbers that are not finite."""
+"""Names weights that diverged in training when an iteration fails: samplers, rewards and the check
+of log-probs each report non-finite numbers differently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROWTH = 1e4  # times the largest number of a weight at the start, or 1: no trai
 
 
 class Divergence:
-    """Remembers since which iteration a weight is not finite, or larger than training makes one.
+    """Remembers since when a weight is not finite, or larger than training makes it.
     Nothing is read from the device before something fails."""
 
     def __init__(self, weights: Weights):
@@ -28,7 +28,7 @@ class Divergence:
 
     @torch.no_grad()
     def look(self, iteration: int) -> None:
-        """Look at the weights with which the iteration begins."""
+        """Check the weights at the start of an iteration."""
         parameters = {name: local(p) for name, p in self.weights.parameters().items()}
         filled = {name: tensor for name, tensor in parameters.items() if tensor.numel()}
         if not filled:
@@ -46,7 +46,7 @@ class Divergence:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise UserError with the cause where the block fails and weights have diverged."""
+        """Raise UserError with the cause if the block fails and weights have diverged."""
         try:
             yield
         except Exception as error:

@@ -1,7 +1,7 @@
 """Checks, on an iteration's first step, how far re-scored log-probs lie from the recorded ones.
 
-On that step the weights are those that sampled, so the two differ by rounding alone, and whatever
-is more than rounding biases the gradient. The ratio of fresh points cannot show it: it is 1 by
+On that step the current weights are the sampling weights, so the two differ by rounding alone, and
+any larger difference biases the gradient. The ratio of fresh points cannot show it: it is 1 by
 definition (``Point.old``).
 """
 
@@ -52,8 +52,8 @@ def tolerance(options: TrainOptions, policy: Policy, objective: Objective) -> fl
     """Return the largest gap that ``train.logprob_tolerance`` allows, in nats; None turns the check
     off.
 
-    "auto" is, for Gaussian decisions, what the clip of the ratio can bear, in every precision; for
-    tokens a rounding error of their precision, which guidance multiplies.
+    "auto": for Gaussian decisions, what the clip of the ratio tolerates, in every precision; for
+    tokens, a rounding error of their precision, which guidance amplifies.
     """
     if options.logprob_tolerance != "auto":
         return options.logprob_tolerance
@@ -64,7 +64,7 @@ def tolerance(options: TrainOptions, policy: Policy, objective: Objective) -> fl
 
 
 def on_average(options: TrainOptions, policy: Policy) -> bool:
-    """Tell whether the mean gap is compared and not the largest: in half precision single unlikely
+    """Tell whether the mean gap is compared, not the largest: in half precision single unlikely
     tokens are far off."""
     return policy.capabilities.decisions == "categorical" and rounded(options, policy)
 
@@ -75,12 +75,12 @@ def rounded(options: TrainOptions, policy: Policy) -> bool:
 
 
 def rescores(options: TrainOptions, policy: Policy, steps: int) -> bool:
-    """Tell whether ``train.recompute_old_logprob`` scores rollouts once more before an update of so
-    many optimizer ``steps``.
+    """Tell whether ``train.recompute_old_logprob`` scores rollouts again before an update of
+    ``steps`` optimizer steps.
 
-    "auto": where tokens were sampled with a cache and are scored in one pass, in half precision,
-    and a step after the first would take the difference of the two roundings for a ratio. Gaussian
-    decisions have none.
+    "auto": if tokens were sampled with a KV cache and are scored in one pass, in half precision,
+    and later steps would mistake the difference in rounding for a ratio. Gaussian decisions have
+    none.
     """
     if options.recompute_old_logprob != "auto":
         return options.recompute_old_logprob
@@ -96,8 +96,8 @@ def halved(policy: Policy) -> bool:
 
 
 def amplified(policy: Policy) -> float:
-    """Return by how much guidance enlarges the rounding error of logits: s z_c + (1 - s) z_u, two
-    independent errors."""
+    """Return the factor by which guidance amplifies the rounding error of logits: s z_c + (1 - s)
+    z_u, two independent errors."""
     if not isinstance(policy, Guided) or policy.logprob_guidance == "conditional":
         return 1.0
     return math.hypot(policy.guidance_scale, 1 - policy.guidance_scale)

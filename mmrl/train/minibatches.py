@@ -32,7 +32,7 @@ def batches(
     local_steps = step[rollout.row_id.cpu()]
     for number in range(steps):
         rows = (local_steps == number).nonzero()[:, 0]
-        # all of its rows in their order: not a copy of their paths
+        # all of its rows in order: no copy of their paths
         whole = len(rows) == len(rollout)
         yield rollout if whole else rollout[rows.to(rollout.row_id.device)]
 
@@ -78,7 +78,7 @@ def _dealt(sizes: Sequence[int], steps: int) -> Tensor:
 
 
 def mask_zero_advantage(rollout: Rollout) -> Rollout:
-    """Leave only decisions of rows to train on whose advantage, or a part of it, is not 0."""
+    """Mask the decisions of rows whose advantage, with all its parts, is 0."""
     advantage = rollout.advantages() if rollout.advantage_parts is None else rollout.advantage_parts
     rows = advantage.flatten(1).ne(0).any(1)
     return rollout.replace(mask=rollout.mask & rows[:, None], trainable=rollout.alive() & rows)
@@ -89,16 +89,16 @@ class Outline(NamedTuple):
 
     mask: Tensor  # [B, L] bool
     num_decisions: Tensor  # [B]
-    renoised: bool = False  # a finished sample, noised anew; else decisions as they were taken
+    renoised: bool = False  # a re-noised finished sample; else decisions as sampled
     kind: type = type(None)  # of the step: passes are of one kind
 
 
 class Points:
-    """Makes the points of one optimizer step anew in every loop over them, so that all are never
-    held at once.
+    """Makes the points of one optimizer step again in every loop over them, so that they are never
+    all held at once.
 
-    ``outline``: their masks and lengths, which are. ``rows``: how many of their rows have a
-    decision to train on, by kind; points of a kind come one after the other.
+    ``outline``: their masks and lengths, which are held. ``rows``: how many of their rows have a
+    decision to train on, by kind; points of a kind are consecutive.
     """
 
     def __init__(self, make: Callable[[], Iterable[Point]]):
@@ -129,10 +129,9 @@ class Points:
 
 
 def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) -> Iterator[Point]:
-    """Join points and cut them anew into passes of ``size`` rows; leave out rows with nothing to
-    train on.
+    """Regroup points into passes of ``size`` rows; leave out rows with nothing to train on.
 
-    Points are made as passes need them. ``adjacent``: rows of one prompt come together, long
+    Points are made as passes need them. ``adjacent``: rows of one prompt are consecutive, long
     ones first, so that they share its prefix and little padding; for that all points are held.
     """
     if adjacent or size is None:
@@ -216,8 +215,8 @@ def loss_weights(point: Point, loss_agg_mode: str, decisions: int) -> Tensor:
     "token_mean": every decision counts the same. "seq_mean_token_mean": every row does, however
     long (GRPO's sequence mean); "seq_mean_token_mean_all": rows without decisions count too.
     "seq_mean_token_sum_norm": division by a number of decisions (Dr. GRPO), which does not favour
-    short answers; "token_sum": the same, not divided by the number of rows. A policy may weigh its
-    decisions besides.
+    short answers; "token_sum": the same, not divided by the number of rows. A policy may also
+    weight its decisions.
     """
     mask = point.mask if point.weight is None else point.mask * point.weight
     if loss_agg_mode == "token_mean":
@@ -228,8 +227,8 @@ def loss_weights(point: Point, loss_agg_mode: str, decisions: int) -> Tensor:
 
 
 def loss_total(points: Sequence[Point | Outline], rollout: Rollout, loss_agg_mode: str) -> Tensor:
-    """Return what this process adds to the loss's divisor, [2] float64: whether it has a decision
-    to train on (above 0), and its part of the number by which the weighted sum of all losses is
+    """Return this process's share of the loss's divisor, [2] float64: whether it has a decision to
+    train on (above 0), and its part of the number by which the weighted sum of all losses is
     divided: decisions, rows with decisions, or rows that stay in training."""
     trained = [point.mask / point.num_decisions[:, None].clamp_min(1) for point in points]
     rows = sum(

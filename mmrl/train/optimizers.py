@@ -26,8 +26,8 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 def requires(package: str) -> Callable[[Made], Made]:
-    """Mark what cannot be built without a package of the extra ``low-memory``; the configuration's
-    check reads the mark, so that nothing is loaded in vain."""
+    """Mark what needs a package of the extra ``low-memory``; the configuration's check reads the
+    mark, before anything is loaded."""
 
     def marked(entry: Made) -> Made:
         entry.needs_package = package  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def paged_adamw_8bit(
         eps=eps,
         weight_decay=weight_decay,
         min_8bit_size=min_8bit_size,
-        is_paged=torch.cuda.is_available(),  # on a CPU there is nothing to leave
+        is_paged=torch.cuda.is_available(),  # a CPU has nothing to page out
     )
     return built
 
@@ -213,8 +213,8 @@ def prodigy(
 
 
 def unshardable(name: str) -> str | None:
-    """Say why an optimizer of this name cannot step on shards of the weights; None where it can, or
-    is not known."""
+    """Say why an optimizer of this name cannot step on shards of the weights; None if it can, or is
+    unknown."""
     if name not in WHOLE_ONLY:
         return None
     return f"{WHOLE_ONLY[name]}; use another optimizer, or launch copies (--multi_gpu)"

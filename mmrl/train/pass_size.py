@@ -1,9 +1,8 @@
-"""Chooses how many rows a pass has by measuring a few sizes, for ``train.micro_batch_size: auto``.
+"""Chooses the number of rows per pass by timing a few sizes, for ``train.micro_batch_size: auto``.
 
-What counts is the time of an iteration: passes of sampling and of training, in the proportion in
-which an iteration makes them, filled up to their width as the run's own passes are. The choice
-depends on the clock, and kernels may round by the width of a pass, so it is made once, said in the
-log and kept in the checkpoint.
+What counts is the time of an iteration: passes of sampling and of training, in the proportion of an
+iteration, padded to full width as the run's own passes are. The choice depends on the clock, and
+rounding may depend on the width of a pass, so it is made once, logged and saved in the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from mmrl.core.errors import UserError
 from mmrl.policies.base import Policy, unwrapped
 from mmrl.policies.contracts import Trial
 
-SIZES = 4  # that are tried: the largest, and its halves
-REPEATS = 2  # timed passes of a kind, after one that is not
+SIZES = 4  # to try: the largest, and its halves
+REPEATS = 2  # timed passes of a kind, after one for warm-up
 TIE = 0.02  # a smaller size may be slower by this share, since it needs less memory
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Holds what one pass of ``rows`` rows took, seconds; infinite where it did not fit."""
+    """Holds the seconds that one pass of ``rows`` rows took; infinite if it did not fit."""
 
     rows: int
     sampling: float
@@ -92,7 +91,7 @@ def _sampled(trial: Trial, rows: int) -> None:
 
 
 def timed(work: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of ``work``, the shortest of several runs after one that is not timed."""
+    """Return the seconds of ``work``, the shortest of several runs after a warm-up."""
     work()
     return min(_seconds(work, device) for _ in range(REPEATS))
 
@@ -111,7 +110,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _agreed(measured: list[Measured], policy: Policy) -> Iterator[Measured]:
-    """Yield what the slowest process has measured of every size."""
+    """Yield the slowest process's measurement of every size."""
     table = torch.tensor(
         [[each.sampling, each.training] for each in measured],
         dtype=torch.float64,
@@ -131,7 +130,7 @@ def _iteration(each: Measured, trial: Trial, plan: Plan, epochs: int) -> float:
 
 
 def _sentence(best: int, costs: dict[int, float], plan: Plan) -> str:
-    """Say what was measured, and how to have the same again."""
+    """Describe what was measured, and how to reproduce it."""
     speeds = ", ".join(
         f"{rows} rows {plan.rows_per_process / cost:.3g}"
         if math.isfinite(cost)

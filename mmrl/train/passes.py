@@ -86,7 +86,7 @@ class Passes:
             count, passes = self._by_kind(batch, points, rows, rng, iter(trained))
         else:
             needed = points.passes(rows)
-            # without a row that teaches there is still a gradient, of zeros
+            # without a row to train on there is still a gradient, of zeros
             count = max(1, distributed.largest(needed, device))
             idle = [self.idle(batch, rng) for _ in range(count - needed)]
             if couple and self.coupled:
@@ -97,9 +97,9 @@ class Passes:
     def _by_kind(
         self, batch: Batch, points: Points, rows: int, rng: Rng, trained: Iterator[Point]
     ) -> tuple[int, Iterator[Point]]:
-        """Count the passes that every process makes, and add idle ones: equally many of every
-        kind, in one order, since another kind goes through other weights, which shards would gather
-        at another time. Collective calls."""
+        """Count the passes that every process makes, and add idle ones: equally many of every kind,
+        in one order, since each kind uses different weights, which shards must gather at the same
+        time. Collective calls."""
         idle: dict[type, Point] = {}
         for point in self._idle_points(batch, rng):
             idle.setdefault(type(point.step), point)
@@ -125,7 +125,7 @@ class Passes:
             self.objective.measure(self.policy, point.map(lambda tensor: sent(tensor, device)))
             for point in [*passes, *idle]
         ]
-        # without rows of its own a process still joins what couple does with all
+        # a process without rows still joins the collective calls of couple
         joined = passes or idle
         coupled = self.objective.couple(Point.cat(joined), torch.cat(measured[: len(joined)]))
         parts = list(coupled.split(len(passes[0]))) if passes else []

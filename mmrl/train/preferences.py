@@ -1,4 +1,4 @@
-"""Measures on held-out pairs how well a policy knows which answer is preferred."""
+"""Measures on held-out pairs how well a policy tells which answer is preferred."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = ("loss", "group/", "dpo/", "dgpo/", "kto/")  # what objectives report of
 def held_out_preferences(
     policy: Policy, passes: Passes, draw: Compared, prompts: Sequence[Prompt], seed: int
 ) -> dict[str, float]:
-    """Measure the loss on held-out answers and what the objective reports of them, such as
+    """Measure the loss on held-out answers and the objective's metrics of them, such as
     ``group/right``, the share of pairs whose better answer has the larger log-ratio; the same noise
     each time, nothing without any. A collective call."""
     compared = draw.pairs.kept_or_none(prompts)
@@ -49,8 +49,8 @@ def held_out_preferences(
 
 
 def without_rewards(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Leave out of an iteration's metrics what is said of rewards: those of pairs are the same in
-    every iteration. ``samples/left_out`` is the share of answers that the policy cannot give."""
+    """Drop an iteration's metrics of rewards: those of pairs are the same in every iteration.
+    ``samples/left_out`` is the share of answers that the policy cannot give."""
     constant = ("reward/", "groups/")
     remaining = {name: mean for name, mean in metrics.items() if not name.startswith(constant)}
     remaining["samples/left_out"] = remaining.pop("samples/excluded") / remaining["samples/total"]

@@ -1,4 +1,4 @@
-"""Weighs several rewards while training by what their gradients have in common."""
+"""Weights several rewards during training by the agreement of their gradients."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RewardWeights:
 
     Lu et al. 2025, "Learning to optimize multi-objective alignment through dynamic reward
     weighting": share_i <- share_i exp(rate I_i) / Z, I_i = <g_i, sum_j g_j>, g_i the gradient of
-    the objective under reward i alone. What the loss has besides, such as a KL, is taken off g_i:
-    it is the gradient for advantages of 0.
+    the objective under reward i alone. The gradient for advantages of 0, that of the rest of the
+    loss such as a KL, is subtracted from g_i.
     """
 
     def __init__(self, options: RewardGradients):
@@ -37,7 +37,7 @@ class RewardWeights:
         self.shares: dict[str, float] = {}
 
     def suits(self, objective: Objective, policy: Policy, scales_loss: bool) -> None:
-        """Raise UserError where gradients of single rewards cannot be had."""
+        """Raise UserError if gradients of single rewards cannot be computed."""
         follows = objective.requires.differentiates
         for applies, reason in (
             (follows, "the objective follows the gradient of the rewards itself"),
@@ -97,7 +97,7 @@ class RewardWeights:
 
 
 def forgetting(advantage: Advantage, compare: Compare) -> Compare:
-    """Return a comparison after which the advantage remembers what it did before."""
+    """Return a comparison that leaves the state of the advantage unchanged."""
 
     def compared(rewards: Rewards) -> Rollout:
         remembered = deepcopy(memory.capture(advantage))
@@ -109,7 +109,7 @@ def forgetting(advantage: Advantage, compare: Compare) -> Compare:
 
 
 def influences(gradients: list[list[Tensor]], cosine: bool) -> list[float]:
-    """Return for each gradient its product with the sum of all, or the cosine of their angle."""
+    """Return each gradient's dot product with the sum of all, or the cosine of their angle."""
     flat = torch.stack([torch.cat([g.flatten().double() for g in parts]) for parts in gradients])
     total = flat.sum(0)
     product = flat @ total

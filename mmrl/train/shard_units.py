@@ -17,13 +17,13 @@ def shard_classes(net: nn.Module, whole: Sequence[nn.Module] = ()) -> list[str]:
     which are not sharded.
 
     Where it lacks one of them, or its class names none, the classes in its large lists of modules
-    are added. accelerate refuses a list with a class that is not there, and many have one:
-    HunyuanVideo of diffusers names the blocks of both its forms, LLaVA of transformers the text
-    embeddings of a CLIP of which it has the eyes.
+    are added. accelerate refuses a list with a class that the network lacks, and many have one:
+    HunyuanVideo of diffusers names the blocks of both its variants, LLaVA of transformers the text
+    embeddings of a CLIP of which it has only the vision tower.
     """
     present = {type(module).__name__ for module in net.modules()}
     named = set(getattr(net, "_no_split_modules", None) or ())
-    if not named:  # a wrapper around networks that say it
+    if not named:  # a wrapper around networks that name them
         inside = (getattr(module, "_no_split_modules", None) or () for module in net.modules())
         named = {name for names in inside for name in names}
     excluded = _around_embedding(net)
@@ -38,9 +38,9 @@ def shard_classes(net: nn.Module, whole: Sequence[nn.Module] = ()) -> list[str]:
 
 @contextmanager
 def ties_kept(net: nn.Module) -> Iterator[None]:
-    """Let accelerate gather the embedding of words and the head with the rest of a network in this
-    block, where a weight of theirs is also elsewhere in it, as the head's bias of BERT is: torch
-    takes no weight in two units, and accelerate makes one of these two."""
+    """Let accelerate gather the token embedding and the head with the rest of a network in this
+    block, if they share a weight with another module, as BERT's head shares its bias: torch refuses
+    a weight in two units, and accelerate makes a unit of these two."""
     ends = _ends(net)
     weights = {id(p) for end in ends for p in end.parameters()}
     around = (module for module in net.modules() if not any(module is end for end in ends))
@@ -59,13 +59,13 @@ def ties_kept(net: nn.Module) -> Iterator[None]:
 
 
 def _ends(net: nn.Module) -> list[nn.Module]:
-    """List a network's embedding of words and its head, as far as its class tells of them."""
+    """List a network's token embedding and its head, as far as its class names them."""
     known = (getattr(net, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
     return [end for end in known if end is not None]
 
 
 def _around_embedding(net: nn.Module) -> set[str]:
-    """Name the classes of the modules that hold a weight of the embedding of words or of the head,
+    """Name the classes of the modules that hold a weight of the token embedding or of the head,
     which is mostly tied to it: accelerate gathers these two itself."""
     weights = {id(p) for end in _ends(net) for p in end.parameters()}
     return {
@@ -76,8 +76,8 @@ def _around_embedding(net: nn.Module) -> set[str]:
 
 
 def _listed(module: nn.Module, classes: set[str], least: float) -> set[str]:
-    """Return the classes of the modules in the outermost lists of at least so many weights, without
-    those inside of ``classes``."""
+    """Return the classes of the modules in the outermost lists of at least ``least`` weights,
+    without those inside of ``classes``."""
     listed: set[str] = set()
     for child in module.children():
         if type(child).__name__ in classes or sum(p.numel() for p in child.parameters()) < least:
@@ -92,6 +92,6 @@ def _listed(module: nn.Module, classes: set[str], least: float) -> set[str]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Tell whether a module is of a class of the model's own: one of torch's, or of an adapter by
-    the same name, is everywhere."""
+    """Tell whether a module's class belongs to the model: torch's and adapters' classes are used
+    everywhere."""
     return not hasattr(nn, type(module).__name__)

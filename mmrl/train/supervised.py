@@ -38,7 +38,7 @@ def collect(
     iteration: int,
     rows: int,
 ) -> Batch:
-    """Collect an iteration of ``rows`` rows on all processes, of which ``prompts`` are this one's.
+    """Collect an iteration of ``rows`` rows on all processes; ``prompts`` are this process's.
 
     Its metric ``samples/left_out`` is the share of rows whose answer is too long for the policy.
     """
@@ -63,7 +63,7 @@ def collect(
 def held_out_loss(
     policy: Policy, objective: Objective, passes: Passes, prompts: Sequence[Prompt], seed: int
 ) -> float:
-    """Measure the mean loss of a decision on held-out answers, the same noise each time; NaN
+    """Measure the mean loss of a decision on held-out answers, with the same noise each time; NaN
     without any. A collective call."""
     rank, size = distributed.world()
     share = -(-len(prompts) // size)

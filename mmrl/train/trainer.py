@@ -1,8 +1,8 @@
 """Runs the training loop. Read this first.
 
 One iteration, the same for every family of models: collect (``mmrl.train.collector``: sample,
-score, compare inside groups), then update. Whole groups live on one process, so that only global
-statistics travel. What one kind of run needs is imported where it is needed.
+score, compare inside groups), then update. Groups are never split over processes, so that only
+global statistics are communicated. What one kind of run needs is imported where it is needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Trainer(Collector):
-    """Trains a policy, one iteration a call of ``iterate``.
+    """Trains a policy, one iteration per call of ``iterate``.
 
     ``optimizer`` makes one from parameters. After construction the policy lives on the device,
     wrapped for it. Functions appended to ``monitors`` see every iteration too.
@@ -74,7 +74,7 @@ class Trainer(Collector):
             objective.attach(differentiable)
         self.attach()
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
-        self.critic: SnapshotUpdate | None = None  # what learns beside the policy
+        self.critic: SnapshotUpdate | None = None  # trained along with the policy
         if isinstance(objective, HasCritic):
             from mmrl.train.critic import SnapshotUpdate
 
@@ -88,7 +88,7 @@ class Trainer(Collector):
         return kept_snapshots(self.objective, self.options)
 
     def iterate(self) -> dict[str, float]:
-        """Run one iteration. Returns its metrics, of what the policy sampled itself."""
+        """Run one iteration. Returns its metrics, over what the policy itself sampled."""
         if self.options.micro_batch_size == "auto" and self.pass_rows is None:
             self.measure_passes()
         forwards = self.policy.report.forwards
@@ -115,8 +115,7 @@ class Trainer(Collector):
         return self.policy.measures() if isinstance(self.policy, Measures) else {}
 
     def measure_passes(self) -> None:
-        """Choose the size of all passes from now on by how fast a few sizes are; a collective
-        call."""
+        """Choose the size of all further passes by timing a few; a collective call."""
         from mmrl.train.pass_size import fastest
 
         prompts = self.next_prompts()[0][: self.plan.prompts_per_process]
@@ -131,13 +130,13 @@ class Trainer(Collector):
         self.policy.report.warnings.append(sentence)
 
     def limit_passes(self, rows: int) -> None:
-        """Give all passes the size that was chosen, now or before a resume."""
+        """Set the size of all passes to the one chosen, now or before a resume."""
         self.pass_rows = min(rows, self.plan.micro_batch)
         self.policy.pass_sizes.fix(self.pass_rows)
 
     def held_out(self, prompts: Sequence[Prompt], seed: int) -> dict[str, float]:
-        """Measure the loss on held-out answers under the present weights, where the objective
-        learns from answers or preferences; a collective call."""
+        """Measure the loss on held-out answers under the current weights, if the objective learns
+        from answers or preferences; a collective call."""
         from mmrl.rollout.sizes import by_size
 
         parts = by_size(self.policy, prompts, partial(self._held_out, seed=seed))

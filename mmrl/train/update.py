@@ -1,8 +1,8 @@
 """Takes the optimizer steps of an iteration, on what it collected.
 
 The loss is a mean over the decisions of the *global* batch, so neither the micro-batch size nor the
-number of processes changes the gradient. On the first step the weights are those that sampled:
-where the re-scored log-probs are not the recorded ones, ``logprob_gate`` stops the run.
+number of processes changes the gradient. On the first step the current weights are the sampling
+weights: if the re-scored log-probs are not the recorded ones, ``logprob_gate`` stops the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from samplers.noise import Rng
 
 
 class Learner(Protocol):
-    """Learns beside the policy, on the rows of each of its steps."""
+    """Trained along with the policy, on the rows of each of its steps."""
 
     def improve(self, batch: Batch, rollout: Rollout, rng: Rng, meter: Meter) -> None:
         """Take its steps."""
@@ -63,10 +63,10 @@ class Update:
         self.passes = Passes(policy, objective, options, self.plan)
         self.lrs = [group["lr"] for group in optimizer.param_groups]
         self.step = 0
-        self.learner: Learner | None = None  # what learns beside the policy
+        self.learner: Learner | None = None  # trained along with the policy
 
     def run(self, batch: Batch) -> dict[str, float]:
-        """Take all optimizer steps on a batch; then let the snapshot ``old`` follow. Returns
+        """Take all optimizer steps on a batch, then update the snapshot ``old``. Returns
         metrics."""
         meter = Meter()
         skipped = 0
@@ -165,7 +165,7 @@ class Update:
 
     @torch.no_grad()
     def recompute_old_logprob(self, batch: Batch, meter: Meter) -> Batch:
-        """Replace recorded log-probs by those of the update's own passes, where
+        """Replace recorded log-probs by those of the update's own passes, if
         ``train.recompute_old_logprob`` asks for it.
 
         A decoder's pass for one token rounds differently from the pass that scores a whole answer:
@@ -241,8 +241,8 @@ class Update:
                 self.device.backward(summed / total)
 
     def _check_logprobs(self, batch: Batch, observed: Meter) -> None:
-        """Stop the run where re-scored log-probs are not the recorded ones; not where passes have
-        just shrunk for want of memory, and so round differently from those that sampled."""
+        """Stop the run if re-scored log-probs are not the recorded ones; but not if passes have
+        just shrunk for lack of memory, and so round differently from those that sampled."""
         if self.policy.pass_sizes.rows == batch.pass_rows:
             logprob_gate.check(self.options, self.policy, self.objective, observed, batch.iteration)
 
@@ -258,7 +258,7 @@ class Update:
         norm = self.device.clip(self.policy, options.max_grad_norm)
         meter.add("grad_norm", norm.reshape(1))
         finite = math.isfinite(float(norm))
-        # fp16's loss scaler leaves the step out by itself, and learns from it
+        # fp16's loss scaler skips the step by itself, and adapts its scale
         if finite or self.device.scales_loss:
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -290,5 +290,5 @@ def lr_factor(schedule: str, step: int, warmup: int, total: int) -> float:
 
 def ema_decay(step: int, limit: float) -> float:
     """Return the decay of a moving average at optimizer step ``step``: small at first, so that the
-    start is soon forgotten."""
+    initial weights soon lose their influence."""
     return min(limit, (1 + step) / (10 + step))

@@ -1,9 +1,9 @@
-"""Lets optimizers that look at whole weights step shards of them (FSDP2): one weight after another
-is gathered, stepped, and cut again.
+"""Lets optimizers that need whole weights step on shards (FSDP2): one weight after another is
+gathered, stepped, and sharded again.
 
-What such an optimizer keeps of a weight's own shape stays in shards; the rest (rows and columns,
-the scales of blocks) is small, and every process holds it. A step costs a gather of the weight, of
-its gradient and of each such state, and for a moment the memory of one weight.
+Optimizer state of the weight's shape stays sharded; the rest (rows and columns, the scales of
+blocks) is small, and every process holds it. A step costs a gather of the weight, of its gradient
+and of each such state, and for a moment the memory of one weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmrl.core.sharding import extent, is_sharded, like
 
 
 class WholeSteps(torch.optim.Optimizer):
-    """Makes the optimizer that stands behind it in a class's bases step whole weights.
+    """Mixin that makes the optimizer after it in a class's bases step whole weights.
 
     It is for optimizers that step each weight by itself. Without shards it changes nothing.
     """
@@ -41,7 +41,7 @@ class WholeSteps(torch.optim.Optimizer):
         return None
 
     def _step_whole(self, group: dict[str, Any], parameter: Tensor, kept: dict[str, Any]) -> None:
-        """Step one weight, and put its parts and those of what is kept of it back in place."""
+        """Step one weight, and put its shards and those of its state back in place."""
         whole = nn.Parameter(_gathered(parameter), requires_grad=True)
         whole.grad = _gathered(parameter.grad)
         gathered = {name: _gathered(value) for name, value in kept.items()}
@@ -58,7 +58,7 @@ class WholeSteps(torch.optim.Optimizer):
 
 
 def _gathered(value: Any) -> Any:
-    """Return the whole of a tensor in shards; a copy of another, or what is no tensor, as it is."""
+    """Return a sharded tensor as a whole, a copy of another tensor, anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     return value.full_tensor() if is_sharded(value) else value.detach().clone()
@@ -69,6 +69,6 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 def _cut(whole: Tensor, like_this: Tensor) -> Tensor:
-    """Return the part of a whole tensor that this process holds of the other."""
+    """Return this process's shard of a whole tensor, sharded like the other one."""
     start, size = extent(like_this)
     return whole[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))]

@@ -1,5 +1,4 @@
-"""Draws pictures and clips to ask questions about: digits of any size anywhere on paper lit from
-one corner.
+"""Draws pictures and clips for questions: digits of any size anywhere on paper lit from one corner.
 
 Unlike the captions' scenes (``mmrl.worlds.render``) these have free positions and one to six
 digits, so that finding and counting them is a task. The same three-way split of the scans applies.
@@ -62,8 +61,8 @@ def album(count: int, rng: Rng, split: Split, style: Style = PLAIN, wobble: floa
 
 
 def clips(count: int, rng: Rng, split: Split, wobble: float = 0.0) -> Clips:
-    """Draw ``count`` clips of four frames of 32x32 pixels; every digit is seen in some frames that
-    follow each other."""
+    """Draw ``count`` clips of four frames of 32x32 pixels; every digit is seen in consecutive
+    frames."""
     page = _compose(count, rng, split, Style(1, 3, 12.0, 16.0), CLIP_SIDE, wobble)
     runs = [(a, b) for a in range(FRAMES) for b in range(a + 1, FRAMES + 1) if b - a < FRAMES]
     visible = [

@@ -19,7 +19,7 @@ from mmrl.worlds.text import teach_text, text_models, tokens
 from mmrl.worlds.vq import load_vq
 from mmrl.zoo.models.image_tokens.llamagen_vq import LlamaGenVQ
 
-# width, height, crop, aesthetic score: what the pipeline says by default
+# width, height, crop, aesthetic score: the pipeline's defaults
 MICRO = (CANVAS, CANVAS, 0, 0, 6)
 
 

@@ -1,5 +1,5 @@
 """Registers what the digits world builds once and caches: ``world:digits/sd3`` in a configuration
-is a folder made here.
+is a folder built here.
 
 Names ending in ``-test`` are the same classes and files after a few steps of training: quick to
 build, for tests. Nothing heavy is imported before something has to be built.
@@ -200,7 +200,7 @@ def reader_test() -> Path:
 
 @ARTIFACTS.register("digits/clip")
 def world_clip() -> Path:
-    """Build a tiny open_clip model of the world's own, loaded as ``local-dir:FOLDER``."""
+    """Build the world's tiny open_clip model, loaded as ``local-dir:FOLDER``."""
     return clip("digits/clip", recipes.CLIP)
 
 

@@ -1,5 +1,5 @@
-"""Asks questions about the digits world as a data source: pictures and clips with text, and the
-ground truth beside them."""
+"""Questions about the digits world as a data source: pictures and clips with text and ground
+truth."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Questions:
     kinds: box (where is the red seven?), boxes (where are the red digits?), count, color, digit,
     left (which digit is on the left?), sum; about clips: frame (in which frame is it?), span (from
     when to when?). scenes: training scenes a kind. held_out: development, for choices, or test, for
-    results: each shows scans of its own, and neither scan nor scene is ever trained on.
+    results: each shows its own scans, and neither scan nor scene is ever trained on.
     held_out_scenes: a kind. pairs: rows hold a careful person's answer as ``chosen`` and a hasty
     one's as ``rejected``, for ``train.preferences``; questions that both answer alike are left out.
     """
@@ -90,7 +90,7 @@ def _preferred(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def ask(kind: Ask, scenes: int, part: Part, seed: int = 0, wobble: float = 0.0) -> list[Prompt]:
-    """Ask one question about each scene that allows one of that kind; pictures as PIL images, clips
+    """Ask one question about each scene that allows one of this kind; pictures as PIL images, clips
     as uint8 [F, H, W, 3].
 
     A prompt holds ``text``, ``answer`` (as a model would write it), ``kind``, ``images`` or
@@ -133,7 +133,7 @@ def questions_about(scene: Prompt, kind: Ask) -> list[Prompt]:
 
 
 def written(boxes: list[list[int]]) -> str:
-    """Write boxes as ``[3, 4, 20, 21]``, several after each other."""
+    """Write boxes as ``[3, 4, 20, 21]``, one after the other."""
     return " ".join(str(list(box)) for box in boxes)
 
 
@@ -193,7 +193,7 @@ def _span(scene: Prompt) -> list[Prompt]:
 
 
 def _seen(scene: Prompt) -> list[tuple[str, int, int]]:
-    """Return name, first frame and the one after the last, of objects with a name of their own."""
+    """Return name, first frame and the one after the last, of objects with a unique name."""
     names = _names(scene)
     return [(name, *run) for name, run in zip(names, scene["seen"]) if names.count(name) == 1]
 

@@ -1,4 +1,4 @@
-"""Caches built folders: built once, whole or not at all, checked by hash on every use.
+"""Caches built folders: built once, atomically, checked by hash on every use.
 
 ``fetch("digits/sd3", recipe, build)`` calls ``build(folder)`` in a temporary folder, writes
 ``manifest.json`` (the sha256 of every file and the hash of the recipe), flushes everything to disk
@@ -68,7 +68,7 @@ def _recipe_of(folder: Path) -> str | None:
 
 
 class NotBuilt(Exception):
-    """Is raised in place of building, inside ``only_looking``."""
+    """Raised instead of building, inside ``only_looking``."""
 
 
 _only_looking = ContextVar("only_looking", default=False)
@@ -85,8 +85,8 @@ def only_looking() -> Iterator[None]:
 
 
 def built(make: Callable[[], Path]) -> Path | None:
-    """Return the folder that ``make``, an artifact, would return without building anything; None if
-    it would have to."""
+    """Return the folder of ``make``, an artifact, if it exists; None if it would have to be
+    built."""
     try:
         with only_looking():
             return Path(make())
@@ -131,7 +131,7 @@ def fetch(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
 
 
 def damage(folder: Path, recipe: str | None = None) -> str | None:
-    """Tell what is wrong with a built folder (the file is named); None if every file is as it was
+    """Describe what is wrong with a built folder, naming the file; None if every file is as it was
     written."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

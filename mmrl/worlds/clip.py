@@ -1,4 +1,4 @@
-"""Trains a tiny open_clip model of the world's own on rendered scenes and their captions."""
+"""Trains the world's tiny open_clip model on rendered scenes and their captions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from samplers.noise import Rng
 
 
 def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
-    """Train by the contrastive loss (Radford et al. 2021); for speed both embeddings also learn to
-    tell what the caption says.
+    """Train by the contrastive loss (Radford et al. 2021); to learn faster, both embeddings also
+    predict what the caption says.
 
     The folder loads with ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` and
     ``get_tokenizer``. Pictures show the judge's scans; held-out captions are left out.
@@ -67,11 +67,11 @@ def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
 def _loss(
     model: Any, heads: Any, sizes: list[int], images: Tensor, ids: Tensor, truth: Tensor
 ) -> Tensor:
-    """Add the contrastive loss and the error of the heads that tell what the caption says."""
+    """Add the contrastive loss and the error of the heads that predict what the caption says."""
     embeddings = model.encode_image(images)
     read = model.encode_text(ids)
     logits = model.logit_scale.exp() * F.normalize(embeddings, dim=-1) @ F.normalize(read, dim=-1).T
-    # the same caption twice is no mistake
+    # a second picture with the same caption is no negative
     same = (truth[:, None] == truth[None]).all(-1).float()
     same = same / same.sum(1, keepdim=True)
     loss = (F.cross_entropy(logits, same) + F.cross_entropy(logits.T, same)) / 2

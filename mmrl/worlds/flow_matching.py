@@ -1,4 +1,4 @@
-"""Teaches the networks of the embedded world by flow matching: images and videos alike."""
+"""Trains the networks of the embedded world by flow matching: images and videos alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Recipe = TypeVar("Recipe", FlowRecipe, WanRecipe)
 
 
 class Draw(NamedTuple):
-    """Holds one batch: which lessons, under which captions, how far on the way to which noise."""
+    """Holds one batch: examples, captions, noise, and times on the way to the noise."""
 
     row: Tensor  # [B] long
     caption: Tensor  # [B] long
@@ -31,10 +31,10 @@ class Draw(NamedTuple):
 
 
 def draw(latents: Tensor, captions: Tensor, empty: int, recipe: Recipe, rng: Rng) -> Draw:
-    """Draw lessons, captions (some another's, some the ``empty`` one), noise and t, which is
+    """Draw examples, captions (some of another example, some ``empty``), noise and t, which is
     logit-normal (Esser 2024, eq. 19)."""
     names = torch.arange(recipe.batch)
-    # [B, 4]: lesson, another's caption, whether that is taken, whether none is
+    # [B, 4]: example, another's caption, whether that is taken, whether none is
     u = rng.fold("u").uniform(names, (4,))
     row, wrong_row = (u[:, :2] * len(latents)).long().unbind(1)
     caption = captions[torch.where(u[:, 2] < recipe.wrong_captions, wrong_row, row)]

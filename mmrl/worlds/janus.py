@@ -1,5 +1,5 @@
-"""Builds a tiny Janus of transformers' own class with its processor, pre-trained to paint but not
-to see."""
+"""Builds a tiny Janus of transformers' class with its processor, pre-trained to generate images but
+not to understand them."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _towers(codec: LlamaGenVQ, width: int) -> tuple[dict[str, Any], dict[str, An
 
 def new_model(codec: LlamaGenVQ, words: Any, recipe: PainterRecipe) -> Any:
     """Make a JanusForConditionalGeneration with the world's VQ and otherwise random weights; only
-    what paints is trained."""
+    the generating part is trained."""
     from transformers import GenerationConfig, JanusConfig, JanusForConditionalGeneration
 
     width = recipe.width

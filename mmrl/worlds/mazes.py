@@ -1,4 +1,4 @@
-"""Draws mazes as a data source: tokens or pictures, each with its shortest way, as AlphaMaze's."""
+"""Draws mazes as a data source: tokens or pictures with their shortest path, as in AlphaMaze."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ FORMS = {
 class Mazes:
     """Draw mazes to be solved by moves, as tokens or pictures (AlphaMaze).
 
-    Every maze is a random spanning tree of its cells, found depth first, so that exactly one way
-    leads from the origin to the target; that way is the answer. A prompt holds ``text``, ``maze``
+    Every maze is a random spanning tree of its cells, found depth first, so that exactly one path
+    leads from the origin to the target; that path is the answer. A prompt holds ``text``, ``maze``
     (in tokens, for the reward of that name), ``answer`` (its moves), ``steps`` and, of pictures,
     ``images``.
 
-    size: cells along a side. mazes: for training. held_out: mazes that are none of these. form: how
-    a maze is shown: tokens, in the text, or picture. least, most: steps of the way; MazeBench's
+    size: cells along a side. mazes: for training. held_out: mazes that differ from these. form: how
+    a maze is shown: tokens, in the text, or picture. least, most: steps of the path; MazeBench's
     easy mazes have 1 to 4, medium ones 5 to 8, hard ones 9 to 13.
     """
 
@@ -80,7 +80,7 @@ class Mazes:
 
 
 def asked(maze: Maze, tokens: str, form: Literal["tokens", "picture"]) -> Prompt:
-    """Return the prompt that shows a maze, which ``tokens`` say too."""
+    """Return the prompt that shows a maze, given also as ``tokens``."""
     moves = maze.solution()
     text = ASK.format(form=FORMS[form])
     prompt: Prompt = {"text": text, "maze": tokens, "answer": written(moves), "steps": len(moves)}
@@ -90,8 +90,8 @@ def asked(maze: Maze, tokens: str, form: Literal["tokens", "picture"]) -> Prompt
 
 
 def drawn(size: int, count: int, steps: tuple[int, int], rng: Rng) -> Iterator[Maze]:
-    """Draw at most ``count`` mazes, each by its place alone; those without a way of so many
-    steps are left out."""
+    """Draw at most ``count`` mazes, each determined by its index; those without a path of a
+    length in ``steps`` (least, most) are left out."""
     cells = size * size
     least, most = steps
     for start in range(0, count, 256):
@@ -106,7 +106,7 @@ def drawn(size: int, count: int, steps: tuple[int, int], rng: Rng) -> Iterator[M
 
 
 def carved(size: int, numbers: Iterator[float]) -> dict[Cell, frozenset[str]]:
-    """Carve a maze in which one way leads from every cell to every other, depth first."""
+    """Carve a maze in which one path leads from every cell to every other, depth first."""
     walls = {(row, column): set(MOVES) for row in range(size) for column in range(size)}
     cell = list(walls)[int(next(numbers) * len(walls))]
     known = {cell}

@@ -2,7 +2,7 @@
 describe, a data source.
 
 A clip begins with the digit in the middle of the canvas, whatever the motion, so that the first
-frame tells nothing of what will happen; every frame then moves it by two pixels.
+frame does not reveal the motion; every frame then moves it by two pixels.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def film(prompts: list[Prompt], rng: Rng, split: Split = "generator") -> Clips:
 class Moving:
     """Draw captions of clips of one moving digit, "a red seven moving left": 200, a fifth held out.
 
-    images: for image to video, so many prompts of each caption with an ``image``, the first frame;
-    0 is none. held_out: those images show scans that were never trained on: development, for
+    images: for image to video, the number of prompts of each caption with an ``image``, the first
+    frame; 0: none. held_out: those images show scans that were never trained on: development, for
     choices, or test, for results.
     """
 

@@ -1,5 +1,5 @@
-"""Trains the tiny image generators of tokens: pictures as ids with captions, some of them another
-picture's."""
+"""Trains the tiny generators of image tokens: pictures as ids with captions, some of them those of
+another picture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Lessons(NamedTuple):
 class Batch(NamedTuple):
     ids: Tensor  # [B, T]
     caption: Tensor  # [B] long; P stands for no caption
-    wrong_caption: Tensor  # [B] long, a caption that says nothing about the picture
+    wrong_caption: Tensor  # [B] long, a caption of another picture
     rng: Rng  # of this step
 
 
@@ -78,8 +78,8 @@ def teach(
 
 
 class Composed(nn.Module):
-    """Sums a class's embedding from its digit's, its colour's and its place's, so that a class that
-    was never shown means something too: held-out captions stay out of pre-training. After
+    """Sums a class's embedding from those of digit, colour and place, so that classes that were
+    never shown have a meaningful one: held-out captions stay out of pre-training. After
     pre-training every class has its own embedding."""
 
     which: Tensor
@@ -107,7 +107,8 @@ def compose(table: nn.Embedding) -> None:
 
 
 def labels(lessons: Lessons) -> Tensor:
-    """Return the classes of the captions and of none, places among ``singles``: [P + 1] long."""
+    """Return the classes of the captions and of no caption, indices into ``singles``: [P + 1]
+    long."""
     number = {prompt["text"]: i for i, prompt in enumerate(singles())}
     return torch.tensor([*(number[p["text"]] for p in lessons.prompts), CLASSES])
 
@@ -118,7 +119,7 @@ def cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def seeded(seed: int, make: Callable[[], Network]) -> Network:
-    """Build by ``make`` with these random weights; torch's generator is left as it was."""
+    """Build by ``make`` with this seed; torch's generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()

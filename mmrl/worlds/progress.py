@@ -1,5 +1,5 @@
-"""Shows how far things are that are built once, a bar on a terminal, elsewhere a line now and then,
-and saves their training, so that an interrupted build resumes."""
+"""Shows the progress of builds, a bar on a terminal, else a line now and then, and saves their
+training, so that an interrupted build resumes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from mmrl.core.output import redraws
 from mmrl.worlds.unfinished import Unfinished
 
-SOON = 3.0  # seconds after which somebody wonders what is going on
+SOON = 3.0  # seconds before the first line
 OFTEN = 20.0  # seconds between lines
 SAVED = 20.0  # seconds between saves
 
 
 class Progress:
     """Reports steps: ``for step in progress.steps(what, 300, ...)`` shows a rich bar on a terminal,
-    plain lines elsewhere, the first of them when it takes longer than a moment. With ``unfinished``
-    what an optimizer trains in these steps is saved, and a later build skips the steps done."""
+    plain lines elsewhere, the first of them after ``SOON``. With ``unfinished`` what an optimizer
+    trains in these steps is saved, and a later build skips the steps done."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Progress:
         self.next = clock() + SOON  # when the next line is due
 
     def steps(self, what: str, total: int, optimizer: Any, schedule: Any) -> Iterator[int]:
-        """Yield the numbers of the steps that are left; all that is drawn at random in a step must
-        depend on its number alone."""
+        """Yield the numbers of the remaining steps; the randomness of a step must depend on its
+        number alone."""
         store = self.unfinished
         first = store.restore(what, optimizer, schedule) if store else 0
         if first:

@@ -1,5 +1,5 @@
-"""Trains the reader (the reward's) and the judge (nobody's reward): same task, other scans, other
-network."""
+"""Trains the reader (for the reward) and the judge (for evaluation only): same task, different
+scans and network."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _names(item: Thing) -> list[int]:
 
 
 def disturb(images: Tensor, rng: Rng) -> Tensor:
-    """Soften half the pictures and add a little noise to all, so that imperfect paintings are read
-    like scans."""
+    """Blur half the pictures and add a little noise to all, so that imperfect generated images are
+    read like scans."""
     rows = torch.arange(len(images))
     u = rng.uniform(rows, (2,)).float()[:, :, None, None, None]
     soft = F.avg_pool2d(F.pad(images, (1, 1, 1, 1)), 3, 1)

@@ -14,8 +14,7 @@ from typing import Literal
 PATCH = 8  # pixels of the VLM's; a picture of 48x48 is 36 tokens, a frame of 32x32 is 16
 # The code that follows the recipes, by part. Raise the number when that code computes something
 # else than before, and
-# all that is built from it is built anew; names, comments and line breaks of the code do not
-# matter.
+# all that is built from it is rebuilt; names, comments and line breaks of the code do not matter.
 VERSIONS = {
     "scenes": 1,  # scenes, render, samplers.noise: what pictures show
     "reader": 1,  # reading, rewards.images.digit_reader
@@ -95,7 +94,7 @@ class VaeRecipe:
 
 @dataclass(frozen=True)
 class PartsRecipe:
-    """Describes everything of a Stable Diffusion 3 but the transformer."""
+    """Describes all parts of a Stable Diffusion 3 except the transformer."""
 
     text: TextRecipe = field(default_factory=TextRecipe)
     vae: VaeRecipe = field(default_factory=VaeRecipe)
@@ -237,7 +236,7 @@ class WanVaeRecipe:
 
 @dataclass(frozen=True)
 class WanPartsRecipe:
-    """Describes everything of a tiny Wan but the transformer."""
+    """Describes all parts of a tiny Wan except the transformer."""
 
     text: WanTextRecipe = field(default_factory=WanTextRecipe)
     vae: WanVaeRecipe = field(default_factory=WanVaeRecipe)
@@ -251,7 +250,7 @@ class WanRecipe:
     # latent frames, rows and columns of a token: here a whole clip
     patch: tuple[int, int, int] = (5, 2, 2)
     layers: int = 2
-    # of 32 channels each; together at least the numbers of a token, else their noise stays
+    # of 32 channels each; in all at least the values of a token, else their noise stays
     heads: int = 15
     scenes: int = 1600
     steps: int = 300

@@ -1,5 +1,5 @@
 """Builds tiny tokenizers and text encoders of the real classes (CLIP, T5), trained in two seconds
-to tell captions apart."""
+to distinguish captions."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def clip_tokenizer() -> Any:
         end_of_word_suffix="</w>",
         show_progress=False,
         initial_alphabet=letters,
-        # merges that are equally frequent go by the numbers of their pieces, and those of last
-        # letters would be given in the order of a hash table, another one in every process
+        # equally frequent merges are ordered by the ids of their pieces, and the ids of last
+        # letters would follow a hash table, which differs between processes
         special_tokens=last,
     )
     words = [word for word in dict.fromkeys(_WORDS) if word.isalpha()]
@@ -136,8 +136,8 @@ def text_models(recipe: TextRecipe) -> dict[str, Any]:
 
 
 def caption_labels(prompts: list[Prompt]) -> Tensor:
-    """Return what captions say, [P, 16] long: per object presence, digit, colour, size, place, then
-    relation; 0 stands for no."""
+    """Return the content of captions, [P, 16] long: per object presence, digit, colour, size,
+    place, then relation; 0: none."""
     rows = []
     for prompt in prompts:
         row = []
@@ -152,10 +152,10 @@ def caption_labels(prompts: list[Prompt]) -> Tensor:
 
 
 def teach_text(models: dict[str, Any], recipe: TextRecipe, progress: Progress) -> None:
-    """Train the encoders to have what a caption says linearly readable in their pooled output; then
-    freeze them.
+    """Train the encoders until a caption's content can be read linearly from their pooled output;
+    then freeze them.
 
-    Stands in for the web-scale training of the real encoders. Held-out captions are left out.
+    Replaces the web-scale training of the real encoders. Held-out captions are left out.
     """
     prompts = [p for p in captions("mixed", 3000, recipe.seed) if not is_held_out(p["text"])]
     ids = {name: tokens(models, name, [p["text"] for p in prompts]) for name in ("", "_2", "_3")}

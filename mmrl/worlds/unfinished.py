@@ -1,5 +1,4 @@
-"""Saves the training of a build now and then, so that one that was interrupted resumes where it
-was."""
+"""Saves the training of a build now and then, so that an interrupted one resumes where it was."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Unfinished:
         os.replace(draft, self._file(part))
 
     def restore(self, part: str, optimizer: Any, schedule: Any) -> int:
-        """Take up what was saved of a part; return its step, 0 where there is nothing usable."""
+        """Restore what was saved of a part; return its step, 0 if there is nothing usable."""
         file = self._file(part)
         try:
             tensors = read_tensors(file)

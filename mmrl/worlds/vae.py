@@ -1,5 +1,5 @@
-"""Trains the autoencoder of the tiny Stable Diffusion 3, and makes the folder of everything around
-its transformer."""
+"""Trains the autoencoder of the tiny Stable Diffusion 3, and builds the folder of all parts but the
+transformer."""
 
 from __future__ import annotations
 

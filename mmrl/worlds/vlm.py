@@ -72,8 +72,8 @@ def tokenizer() -> Any:
 
 
 def processor() -> Any:
-    """Make a Qwen2_5_VLProcessor that leaves pictures of this world at their size: a patch a token,
-    a frame a time step."""
+    """Make a Qwen2_5_VLProcessor that leaves pictures of this world at their size: one token per
+    patch, one time step per frame."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     shape = {"patch_size": PATCH, "merge_size": 1, "temporal_patch_size": 1}
@@ -87,7 +87,7 @@ def processor() -> Any:
 
 
 def _vision(recipe: VLMRecipe) -> dict[str, Any]:
-    """Return the options of the vision tower: full attention, a token a patch."""
+    """Return the options of the vision tower: full attention, one token per patch."""
     return {
         "depth": recipe.vision_layers,
         "hidden_size": recipe.width,

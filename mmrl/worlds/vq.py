@@ -1,10 +1,10 @@
 """Builds the image tokenizer of the digits world: LlamaGen's VQ, which Janus and aMUSEd share by
 weight and VAR begins from.
 
-Training a VQGAN from nothing takes minutes even here. So the codebook comes first: k-means of the
-principal components of patches. The decoder learns to draw its entries, at half the resolution and
-then at all of it, the encoder to name them; in the end both are tuned together, straight through
-(van den Oord et al. 2017).
+Training a VQGAN from scratch takes minutes even here. So the codebook comes first: k-means of the
+principal components of patches. The decoder learns to draw its entries, at half and then at full
+resolution, the encoder to name them; finally both are tuned together with the straight-through
+estimator (van den Oord et al. 2017).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmrl.zoo.models.image_tokens.llamagen_vq import LlamaGenVQ
 from mmrl.zoo.models.image_tokens.vq_parts import Attention, Residual, nearest
 from samplers.noise import Rng
 
-INK = -0.5  # brightness from which a patch has something to show, in -1..1
+INK = -0.5  # brightness from which a patch is not empty, in -1..1
 # length of the coordinate that is the same for all patches: of unit vectors, so that they keep
 # distances
 LIFT = 4.0
@@ -162,8 +162,8 @@ def teach_half(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progres
 
 
 def teach_whole(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progress) -> None:
-    """Train encoder and decoder: at first each for itself, in the second half straight through the
-    codebook."""
+    """Train encoder and decoder: first separately, in the second half together, straight through
+    the codebook."""
 
     def loss(rows: Tensor, step: int) -> Tensor:
         x = pages.images[rows]
@@ -193,7 +193,8 @@ def teach_whole(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progre
 
 
 def rebuilt(back: Tensor, x: Tensor, recipe: VQRecipe) -> Tensor:
-    """Return the squared error of pictures and of their blurred selves, summed over all pixels."""
+    """Return the squared error of pictures and of their blurred versions, summed over all
+    pixels."""
     coarse = F.mse_loss(F.avg_pool2d(back, 8, 4), F.avg_pool2d(x, 8, 4), reduction="sum")
     return F.mse_loss(back, x, reduction="sum") + recipe.coarse * coarse
 

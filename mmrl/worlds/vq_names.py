@@ -127,7 +127,7 @@ def diffusers_vq(vq: LlamaGenVQ, pixels: int) -> Any:
 @torch.no_grad()
 def folded(vq: LlamaGenVQ) -> dict[str, Tensor]:
     """Multiply the 1x1 convolutions around the codebook into encoder and decoder, since VAR has
-    none and aMUSEd's pipeline wants latents as wide as entries. The convolution behind the codebook
+    none and aMUSEd's pipeline wants latents as wide as entries. The convolution after the codebook
     must have no bias."""
     tensors = {
         name: tensor

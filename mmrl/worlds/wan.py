@@ -1,5 +1,5 @@
 """Pre-trains the transformer of the tiny Wan by flow matching, text to video or image to video, and
-saves it all."""
+saves the whole pipeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lessons(NamedTuple):
     """Holds everything that is the same in each step, computed once."""
 
     latents: Tensor  # [N, C, f, h, w] of mean 0 and deviation 1
-    condition: Tensor  # [N, 0 or C + mask, f, h, w] what an image-to-video network sees beside them
+    condition: Tensor  # [N, 0 or C + mask, f, h, w] further input of an image-to-video network
     caption: Tensor  # [N] long, into texts
     texts: Tensor  # [P + 1, 8, width]; the last is the empty prompt
 
@@ -82,11 +82,10 @@ def new_transformer(models: dict[str, Any], recipe: WanRecipe) -> Any:
 
 @torch.no_grad()
 def begin_with_itself(transformer: Any) -> None:
-    """Make the first velocity nearly the noisy latents themselves, which is right where they are
+    """Initialise the velocity to nearly the noisy latents themselves, which is right where they are
     noise.
 
-    Latents enter by orthonormal axes and leave by the same, so noise passes through from the
-    beginning.
+    The input and output projections share orthonormal axes, so noise passes through from the start.
     """
     enter = transformer.patch_embedding
     leave = transformer.proj_out

@@ -1,5 +1,5 @@
-"""Builds what stands around the tiny Wan's transformer: tokenizer, UMT5 text encoder, and an
-autoencoder in closed form."""
+"""Builds the other parts of the tiny Wan: tokenizer, UMT5 text encoder, and an autoencoder in
+closed form."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def new_umt5(recipe: WanTextRecipe) -> Any:
 
 
 def teach_umt5(encoder: Any, tokenizer: Any, recipe: WanTextRecipe, progress: Progress) -> None:
-    """Train to have digit, colour and motion linearly readable in the mean of the tokens; then
+    """Train until digit, colour and motion can be read linearly from the mean of the tokens; then
     freeze.
 
-    Stands in for the web-scale training of the real encoder. Held-out captions are left out.
+    Replaces the web-scale training of the real encoder. Held-out captions are left out.
     """
     prompts = trained_on()
     ids, mask = tokens(tokenizer, [p["text"] for p in prompts])
@@ -151,8 +151,8 @@ def closed_form_vae(recipe: WanVaeRecipe) -> Any:
     frame, deviation 1 on average.
 
     One level, no compression in time, every convolution with its middle tap alone. Residual blocks
-    and attention add nothing. The components pass the last normalisation beside a constant so large
-    that it scales them by a constant, and SiLU where it is the identity.
+    and attention add nothing. The components pass the last normalisation along with a constant so
+    large that it scales them by a constant, and SiLU where it is the identity.
     """
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
@@ -190,13 +190,13 @@ LARGE = 1e4
 
 
 def _silence(z: int) -> Tensor:
-    """Return what the encoder adds, [2z]: nothing to the means, a log-variance of almost none."""
+    """Return the encoder's bias, [2z]: 0 for the means, a log-variance of nearly no variance."""
     return torch.cat([torch.zeros(z), torch.full((z,), -12.0)]).double()
 
 
 def _linear(net: Any, enter: Tensor, start: Tensor, leave: Tensor, end: Tensor) -> None:
-    """Turn a Wan encoder or decoder into the map x -> leave (enter x + start) + end, at every place
-    and time by itself."""
+    """Turn a Wan encoder or decoder into the map x -> leave (enter x + start) + end, pointwise in
+    space and time."""
     for name, weight in net.named_parameters():
         if name.endswith(("conv2.weight", "conv2.bias", "proj.weight", "proj.bias")):
             weight.zero_()  # the blocks are residual

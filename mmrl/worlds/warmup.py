@@ -1,9 +1,8 @@
-"""Warms up the tiny Qwen2.5-VL before any reward: its vision tower to see digits, then the model to
-answer in the required form.
+"""Warms up the tiny Qwen2.5-VL before RL: its vision tower to see digits, then the model to answer
+in the required format.
 
 The second is supervised on answers of people, most of them *hasty*: they leave a margin around
-boxes and overlook one digit of a crowd. So there is something left for a reward to teach that most
-answers lack.
+boxes and overlook one digit of a crowd. So there is something left for RL to improve.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ ASKED = 6  # targets of a patch: colour, digit, four sides of the box
 def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress) -> None:
     """Train every patch on a digit to predict its colour, name and box in the model's own words.
 
-    Stands in for an encoder trained on captions of the web. The heads that ask are thrown away, the
-    words' embeddings stay.
+    Replaces an encoder trained on captions of the web. The prediction heads are discarded, the
+    word embeddings stay.
     """
     rng = Rng.of(recipe.seed, "eyes")
     pages = [
@@ -78,8 +77,8 @@ def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress
 
 
 def _patches(processor: Any, images: Tensor) -> Tensor:
-    """Return what the image processor makes of uint8 pictures [N, H, W, 3] of one size: [N,
-    patches, numbers]."""
+    """Return the image processor's output for uint8 pictures [N, H, W, 3] of one size: [N, patches,
+    numbers]."""
     patches = processor.image_processor(list(images.numpy()), return_tensors="pt")["pixel_values"]
     rows: Tensor = patches.view(len(images), -1, patches.shape[-1])
     return rows
@@ -116,7 +115,7 @@ class Lessons(NamedTuple):
     ids: Tensor
     part: Tensor  # [N, S] 0: the picture, 1, 2, ...: which question, -1: padding
     labels: Tensor  # [N, S] the ids of the answers and their ends, elsewhere IGNORED
-    positions: Tensor  # [3, N, S] as if every question stood right behind the picture
+    positions: Tensor  # [3, N, S] as if every question came right after the picture
     # patches [N, patches, numbers] and grid [N, 3], by the model's names for them
     media: dict[str, Tensor]
 
@@ -199,7 +198,7 @@ def prepare(model: Any, processor: Any, recipe: VLMRecipe, sort: str) -> Lessons
 def _joined(
     start: Tensor, first: Tensor, questions: list[list[Pair]], words: Any, media: dict[str, Tensor]
 ) -> Lessons:
-    """Join the pictures' tokens [N, S0] at positions [3, S0] and the questions behind them."""
+    """Join the pictures' tokens [N, S0] at positions [3, S0] and the questions after them."""
     behind = int(first.max()) + 1
     rows = []
     places = []

@@ -128,11 +128,11 @@ def test_several_rewards_of_gdpo_flow_factory_and_mix_grpo():
 # ---------------------------------------------------------------------------------
 
 # what they compare, ordinary rows do not have: edges of trees (test_trees.py), tokens, a
-# behaviour, what a policy records; they have tests of their own
+# behaviour, what a policy records; they have their own tests
 NEEDY = {"branch", "tree_grpo", "gtpo", "gcpo", "edge_grpo", "recorded"}
 # rewards of theirs lie between two bounds, so those of the tests are brought to 0..1
 BOUNDED = {"bnpo", "single_stream"}
-# a level of their own: the best reward, a threshold, zero, bounds, a share of the mean
+# their own level: the best reward, a threshold, zero, bounds, a share of the mean
 WITH_A_LEVEL = {"ngrpo", "soft", "reinforce", "mapo", "noise_aware", "grpo_lead", "drpo"}
 WITH_A_LEVEL |= {"unlikeliness"} | BOUNDED
 # a group of equal rewards is compared with other groups, or with nothing

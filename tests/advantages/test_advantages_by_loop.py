@@ -744,7 +744,7 @@ def test_pruned_width_of_wide_splits_and_of_one_split():
     assert trained(Branch(prune_width="siblings"), wide, reward) == [every, every, best_two]
     best = [2, 4, 10, 12]
     assert trained(Branch(prune_width="siblings", keep=0.2), wide, reward) == [every, every, best]
-    once = tree([0], 4, 3)  # all part at the first step: behind it the better half
+    once = tree([0], 4, 3)  # all branch at the first step: after it the better half
     assert trained(Branch(prune_width="siblings"), once, LEAVES[:4]) == [
         [0, 1, 2, 3],
         [1, 2],

@@ -720,7 +720,7 @@ def test_unlikely_right_answers_are_paid_more():
 
 
 def conflict_weight(i, t, tokens, lengths, sign):
-    """One token: whether it stands in a run of shared tokens from the first, or from the last."""
+    """One token: whether it is in a run of shared tokens from the first, or from the last."""
 
     def shared(j, place, behind):
         at = lengths[j] - 1 - place if behind else place
@@ -985,7 +985,7 @@ def test_tree_grpo_adds_the_comparison_within_and_between_trees():
 
 
 def test_probabilities_on_a_tree_are_those_of_whole_paths():
-    """Shared decisions stand in one row's mask only, and belong to the others all the same."""
+    """Shared decisions are in one row's mask only, but belong to the others too."""
     edge_id = torch.tensor([[0, 0, 0], [0, 0, 1]])
     mask = torch.tensor([[True, True, True], [False, False, True]])
     logprob = torch.tensor([[-1.0, -1.0, -0.5], [-1.0, -1.0, -2.0]], dtype=torch.float64)

@@ -71,7 +71,7 @@ def desk(tmp_path, monkeypatch):
     ("page", "number"), [(PAGE, 0), (PAGE, 1), (README, 0), (README, 1), (README, 2)]
 )
 def test_an_example_of_a_page_runs(page, number, desk):
-    """With the smallest base model and one iteration in the place of twenty."""
+    """With the smallest base model and one iteration instead of twenty."""
     pytest.importorskip("pandas")
     code = re.findall(r"```python\n(import mmrl\n.*?)```", page.read_text(), flags=re.S)[number]
     code = code.replace("iterations=20", "iterations=1").replace(

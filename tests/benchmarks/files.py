@@ -52,7 +52,7 @@ def save_coco_yolos(folder: Path) -> str:
 
 
 def save_owlvit(folder: Path) -> str:
-    """An open detector, which is told what to look for."""
+    """An open-vocabulary detector, prompted with what to find."""
     from transformers import (
         CLIPTokenizer,
         OwlViTConfig,

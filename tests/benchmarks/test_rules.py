@@ -78,7 +78,7 @@ def test_anls_is_the_published_one(answer, right, score):
     assert rules.anls(answer, [right]) == pytest.approx(score)
 
 
-# as lmms-eval's textvqa_process_results says: so many of ten people
+# as in lmms-eval's textvqa_process_results: the number of annotators out of ten
 @pytest.mark.parametrize(
     ("people", "score"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (10, 1)]
 )

@@ -33,8 +33,7 @@ JUDGE = "def greenness(media, prompts):\n    return media[:, 1].flatten(1).mean(
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
-    """A user's folder with a configuration, prompts, a reward of their own, and one finished
-    run."""
+    """A user's folder with a configuration, prompts, a custom reward, and one finished run."""
     locate("world:digits/sd3-test")
     folder = tmp_path_factory.mktemp("desk")
     (folder / "mine.yaml").write_text(CONFIG)

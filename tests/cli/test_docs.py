@@ -56,7 +56,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 COMMAND_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-# programs of others, which are not run here
+# third-party programs, which are not run here
 FOREIGN = {"docker", "pip", "source", "git", "ray"}
 
 load_built_in()
@@ -271,7 +271,7 @@ DOCUMENTED = {
     },
     **{f"optimizer: {name}": entry for name, entry in OPTIMIZERS.items()},
 }
-# of dataclass fields whose default is made anew
+# of dataclass fields with a default factory
 FACTORIES = {"reward": "`{}`", "guidance": "`[]`", "init_kwargs": "`{}`"}
 
 
@@ -460,7 +460,7 @@ def resolve(dotted: str) -> bool:
 
 
 def test_no_page_is_left_out_of_the_kernels():
-    """A registered kernel of which no page of a method speaks is a method nobody can look up."""
+    """Every registered kernel is described on a page of a method."""
     text = "".join(page.read_text() for page in PAGES)
     assert all(f"`{name}`" in text or f"kernel: {name}" in text for name in KERNELS)
 

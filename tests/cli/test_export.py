@@ -12,7 +12,7 @@ from tests.fixtures import toys
 
 
 class Exported(toys.ToyBare, Exports):
-    """A policy that writes two files, and fails between them if told so."""
+    """A policy that writes two files, and fails between them on request."""
 
     def __init__(self, error=None):
         self.error = error

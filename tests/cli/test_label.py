@@ -1,4 +1,5 @@
-"""Pairs are made by a reward and trained on, from the command line; and what cannot be is said."""
+"""Pairs are labelled by a reward and trained on, from the command line; what cannot be is
+reported."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""The commands of all pages are run, trainings at a size that takes a second; what is not run says
-why. docs/start.md and docs/extending.md, which are read from top to bottom, have tests of their
-own."""
+"""The commands of all pages are run, trainings at a size that takes a second; exceptions give a
+reason. docs/start.md and docs/extending.md, which are read from top to bottom, have separate
+tests."""
 
 import json
 import re

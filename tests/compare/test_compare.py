@@ -255,7 +255,7 @@ def test_samples_without_a_score_are_left_out_of_their_prompt():
 
 
 def test_of_samples_that_score_0_or_1_what_was_not_seen_is_in_the_interval():
-    """Two copies a prompt: of their means alone nobody could tell."""
+    """Two copies per prompt: their means alone do not tell."""
     rows = {"rewards": {"r": [[1.0, 0.0], [1.0, None], [0.0, 0.0]]}, "diversity": [None] * 3}
     models = [{"model": model, **rows} for model in ("trained", "base")]
     run = {"models": models, "weights": {"r": 0.5}, "prompts": ["a"] * 3, "held_out": True}

@@ -1,4 +1,4 @@
-"""A group of one sample learns from written answers that are losses of their own."""
+"""A group of one sample learns from demonstrations by a separate loss."""
 
 from mmrl.config.options import TrainOptions
 from mmrl.config.plan import _warnings

@@ -1,4 +1,4 @@
-"""What a newcomer writes wrongly on the first day: all of it is said at once, in good English."""
+"""Mistakes of a newcomer's first day: all are reported at once, in good English."""
 
 from __future__ import annotations
 

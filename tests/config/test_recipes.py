@@ -268,8 +268,7 @@ def compared(loaded, texts, prompts):
 
 
 def judge_of(reward):
-    """The reward that knows the ground truth: itself, or the main part of one that is made of
-    others."""
+    """The reward that knows the ground truth: itself, or the main part of a composed one."""
     reward = getattr(reward, "reward", reward)
     return judge_of(reward.main) if hasattr(reward, "main") else reward
 

@@ -1,4 +1,4 @@
-"""Values that can never work, and code of others: one sentence when the configuration is read."""
+"""Values that can never work, and third-party code: one sentence when the configuration is read."""
 
 from pathlib import Path
 

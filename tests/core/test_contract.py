@@ -427,8 +427,8 @@ FAMILIES = list(toys.POLICIES)
 def toy_points(
     objective: Objective, family: str, advantage: float = 1.0
 ) -> tuple[Any, list[Point]]:
-    """The toy policy and the points of an objective; skips what is refused for this family in so
-    many words."""
+    """The toy policy and the points of an objective; skips what is explicitly refused for this
+    family."""
     policy = toys.make(family, double=True)
     if objective.requires.differentiates:
         objective.attach(toys.smooth_reward)

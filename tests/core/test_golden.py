@@ -1,8 +1,7 @@
 """Golden trajectories: twenty iterations of six families in float64 give the losses and gradients
 that are written down in ``golden.json``. Refactoring must not move them.
 
-``python -m tests.core.test_golden`` writes the file anew, after a change that was meant to move
-them.
+``python -m tests.core.test_golden`` rewrites the file, after a change that was meant to move them.
 """
 
 import json
@@ -91,7 +90,7 @@ def test_trajectories_are_those_written_down(family):
 
 
 def write() -> None:
-    """Writes the file anew."""
+    """Rewrites the file."""
     torch.set_num_threads(1)
     golden = {"arithmetic": arithmetic()} | {family: trajectory(family) for family in FAMILIES}
     FILE.write_text(json.dumps(golden, indent=0) + "\n")

@@ -53,7 +53,7 @@ def test_a_package_of_the_user_may_import_itself_by_its_name(desk, init):
     (folder / "colour.py").write_text("from samplers.shade import dark\nfrom .shade import light\n")
     (folder / "shade.py").write_text("def dark(): pass\ndef light(): pass\n")
     dark = import_name("samplers.colour:dark")
-    from samplers import shade  # ours has none
+    from samplers import shade  # the local one has none
 
     assert shade.dark is dark and dark.__module__ == "users_samplers.shade"
     assert samplers.noise.Rng and "shade" not in str(samplers.__path__)

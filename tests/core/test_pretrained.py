@@ -124,7 +124,7 @@ def test_no_code_of_a_folder_runs_and_nothing_is_asked(file, entries, changes, k
         load(getattr(transformers, kind), folder)
     except UserError as error:
         assert "would run Python code of this folder" in str(error)
-    # without an error the library has a class of its own for it, which is what was loaded
+    # without an error the library has its own class for it, which was loaded
     assert not mark.exists() and not yes
 
 

@@ -45,7 +45,7 @@ def room_of(module: str) -> str:
 
 @cache
 def imports(path: Path) -> list[tuple[str, str]]:
-    """List (module, name) of every import of ours in a file, at any depth."""
+    """List (module, name) of every import of mmrl or samplers in a file, at any depth."""
     pairs = []
     for node in sources.nodes(path):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Answers of others may be videos; what is no video is said."""
+"""Demonstrations may be videos; what is no video is reported."""
 
 import json
 

@@ -167,7 +167,7 @@ def test_rows_as_other_frameworks_write_them(folder):
             "images": [image],
             "solution": "so",
         },
-        # verl: what is judged stands in a column of its own
+        # verl: the ground truth is in a separate column
         {
             "data_source": "geo3k",
             "prompt": [ask],
@@ -180,7 +180,7 @@ def test_rows_as_other_frameworks_write_them(folder):
         {"instruction": "translate", "input": "ja", "output": "yes", "images": [image]},
         {"instruction": "say yes", "input": "", "output": "yes"},
         {"prompt": "a question still", "answer": "x"},
-        # ms-swift: question and answer under names of their own; turns by their roles
+        # ms-swift: its own names for question and answer; turns by their roles
         {"query": "<image>why?", "response": "so", "images": [image], "history": []},
         {"conversation": [{"human": "a", "assistant": "b"}, {"human": "c", "assistant": "d"}]},
         # The Cauldron, FineVision: exchanges about the pictures, with their source
@@ -261,7 +261,7 @@ def test_rows_of_published_sets_and_trainers_with_ways_of_their_own(folder):
         ({"question": "which?", "choices": ["a", "b"], "answer": 1}, "the place of one of its"),
         # AI2D: the same as a text
         ({"question": "which?", "options": ["a", "b"], "answer": "1"}, "the place of one of its"),
-        # Video-R1, MMBench, SEED-Bench: options that nobody shows the model
+        # Video-R1, MMBench, SEED-Bench: options that the model is not shown
         (
             {
                 "problem": "which?",
@@ -275,7 +275,7 @@ def test_rows_of_published_sets_and_trainers_with_ways_of_their_own(folder):
             {"question": "which?", "choice_a": "cat", "choice_b": "dog", "answer": "A"},
             "a letter of its columns choice_a, choice_b",
         ),
-        # multimodal-open-r1: the right answer stands in another column
+        # multimodal-open-r1: the right answer is in another column
         ({"problem": "why?", "solution": "<think>a</think><answer>B</answer>"}, "with a thought"),
         # ms-swift: marks in turns
         (

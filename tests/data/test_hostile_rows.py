@@ -1,4 +1,4 @@
-"""Broken annotations are refused in a sentence, whatever stands in them."""
+"""Broken annotations are refused in a sentence, whatever they contain."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Rows of large data stand in a file that processes map, and are what they would be in memory."""
+"""Rows of large data are kept in a file that processes map, and equal those in memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_mapped_rows_are_the_rows(tmp_path, cache, monkeypatch):
     with pytest.raises(IndexError):
         mapped[60]
     assert pickle.loads(pickle.dumps(mapped)) == held
-    mapped[0]["text"] = "changed"  # a row of its own at each access
+    mapped[0]["text"] = "changed"  # a new row at each access
     assert mapped[0] == held[0]
 
 

@@ -1,4 +1,4 @@
-"""Videos inside tables and tars are read; what is none is said."""
+"""Videos inside tables and tars are read; what is no video is reported."""
 
 import io
 import tarfile

@@ -75,7 +75,7 @@ def real(place, options):
     ("name", "options"),
     [
         ("cogview4", {"guidance_scale": 2.5}),
-        ("sana_sprint", {}),  # noise of its own sampler
+        ("sana_sprint", {}),  # noise of the pipeline's own sampler
         ("hunyuan_i2v", {}),  # steps a part of its latents
         ("ltx2", {"lora": 2}),  # two states
         ("anima", {}),  # modular

@@ -1,5 +1,5 @@
-"""A model of the hub that cannot be had is said at once, with the cause: against a local server
-that answers as the hub does."""
+"""A model of the hub that cannot be loaded is reported at once, with the cause: against a local
+server that answers as the hub does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is killed at a write and resumed ends as if nobody had disturbed it."""
+"""A run that is killed at a write and resumed ends as an undisturbed one."""
 
 import json
 

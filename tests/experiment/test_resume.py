@@ -209,7 +209,7 @@ def bound(name, **options):
 
 
 class Doubled:
-    """An advantage of somebody else's on top of another, which knows nothing of checkpoints."""
+    """A third-party advantage on top of another, which knows nothing of checkpoints."""
 
     def __init__(self, base):
         self.base = base

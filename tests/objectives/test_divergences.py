@@ -191,7 +191,7 @@ def with_kl():
 
 @pytest.mark.parametrize(("name", "kind"), list(with_kl()))
 def test_the_kl_to_itself_is_0_and_so_is_its_gradient(name, kind):
-    """Whatever ratio an objective puts in the place of the policy's own."""
+    """Whatever ratio an objective uses instead of the policy's own."""
     tokens = kind in ("causal", "masked", "hidden")
     policy = (toys.POLICIES | {"hidden": ToyHidden})[kind]()
     policy.net.double()

@@ -543,7 +543,7 @@ def test_flow_dppos_divergence_in_its_three_forms():
         t = 1 - k / 5
         published = 0.49 * t / (1 - min(t, 0.99)) / 5
         assert kl["published"] == pytest.approx(kl["one"] / published, rel=1e-9)
-        if k:  # at t = 1 the published std is 7, ours 0.7
+        if k:  # at t = 1 the published std is 7, mmrl's 0.7
             assert kl["published"] == pytest.approx(kl["exact"], rel=1e-9)
 
 

@@ -176,7 +176,7 @@ def log_odds(logp):
     return math.log(math.exp(logp) / (1 - math.exp(logp)))
 
 
-FORMULAS = [  # objective, options, formula; the KL of disco has a test of its own
+FORMULAS = [  # objective, options, formula; the KL of disco has its own test
     ("gvpo", {"beta": 0.3}, gvpo),
     ("reg_grpo", {"beta": 0.7}, reg_grpo),
     ("reg_grpo", {"own_std": True, "least_std": 0.05}, reg_grpo_own_std(0.05)),

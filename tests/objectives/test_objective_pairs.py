@@ -69,7 +69,7 @@ POLICY = {
     ("adjoint_matching", "video"): {"sde_type": memoryless, "noise_level": 1.0},
     **{("hapo", kind): {"record_entropy": True} for kind in ("causal", "hidden", "masked")},
 }
-# they look at steps with noise, and at no tree
+# they need steps with noise, and no tree
 OF_GROUPS = {
     name
     for name, entry in OBJECTIVES.items()
@@ -80,7 +80,7 @@ PAIRS = [
     for name, entry in OBJECTIVES.items()
     for kind in KIND
     # answers of the data are rewarded by nothing: tests/objectives/test_supervised.py; teachers
-    # take the place of rewards: test_distillation.py, test_few_step.py; laser needs a token behind
+    # take the place of rewards: test_distillation.py, test_few_step.py; laser needs a further token
     # answers, which toys have not: tests/policies/vlm/test_self_scores.py
     if not unsuited(entry, KIND[kind])
     and not entry.requires.supervised

@@ -747,7 +747,7 @@ def test_real_group_by_group():
 
 
 def blank():
-    """A rollout that nobody reads, of single samples."""
+    """A rollout that is not read, of single samples."""
     name = torch.arange(2)
     zero = torch.zeros(2, 2)
     return make_rollout(group=name, row_id=name, sample=zero, logprob=zero, mask=zero == 0)

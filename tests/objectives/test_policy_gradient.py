@@ -81,7 +81,7 @@ def trained(case, surrogate, iterations=1, advantage=advantages.dr_grpo, **sizes
     return [trainer.iterate() for _ in range(iterations)], policy.weights.full()
 
 
-# every surrogate there is, and options that are a paper's of their own
+# every surrogate there is, and options specific to a paper
 VARIANTS = {
     **{name: name for name in SURROGATES},
     "dual clip": {"ppo": {"dual_clip": 3.0}},
@@ -265,7 +265,7 @@ def gradients(policy, loss):
     return torch.autograd.grad(loss, list(policy.net.parameters()), retain_graph=True)
 
 
-REFUSED = [  # policy, reward, options of the objective, what is said
+REFUSED = [  # policy, reward, options of the objective, message
     ("sd3", "digits", "{entropy: 0.1}", "entropy: the noise of a step is not trained"),
     ("sd3", "digits", "{off_policy: 0.1}", "off_policy: .* use clip_range"),
     ("sd3", "digits", "{top_entropy: 0.2}", "top_entropy: .* use timestep_fraction"),

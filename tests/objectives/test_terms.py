@@ -95,7 +95,7 @@ def test_an_option_of_no_term_is_refused(objective, name):
 
 @pytest.mark.parametrize("objective", [PolicyGradient, HAPO, KLCov, ClipCov])
 def test_guided_answers_have_the_shaped_loss_under_every_surrogate(objective):
-    """LUFFY: -A rho / (rho + gamma), also where a subclass has a loss of its own."""
+    """LUFFY: -A rho / (rho + gamma), also where a subclass has its own loss."""
     policy, point = point_of(shaped := objective(shaping=0.1))
     loss, plain = (each.loss(policy, point) for each in (shaped, objective()))
     ratio = (policy.dist(point).log_prob(point.target) - point.recorded).exp().detach()

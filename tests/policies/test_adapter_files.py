@@ -1,4 +1,4 @@
-"""Adapters of others begin a run, and lora options are understood as peft has them."""
+"""Third-party adapters start a run, and lora options mean the same as in peft."""
 
 import json
 import re

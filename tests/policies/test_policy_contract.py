@@ -1,4 +1,4 @@
-"""``Policy`` declares what is used of a policy, and nothing that nobody uses."""
+"""``Policy`` declares what is used of a policy, and nothing else."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_capabilities_hold_what_they_say(name):
     assert (can.decisions == "categorical") != FollowsProcess.kept_by(entry)
     assert Replays.kept_by(entry)
     # the published folder of the one has no encoder of its tokens; the other has no objective that
-    # learns from texts and from pictures whose path nobody knows
+    # learns from texts and from images whose denoising path is unknown
     assert Demonstrates.kept_by(entry) == (name not in ("glm_image", "unified_flow"))
 
 

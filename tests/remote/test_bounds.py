@@ -1,5 +1,4 @@
-"""The server's memory, time and log are bounded whatever is sent: a process of its own is
-watched."""
+"""The server's memory, time and log are bounded whatever is sent: a separate process is watched."""
 
 from __future__ import annotations
 

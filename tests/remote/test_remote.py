@@ -377,8 +377,7 @@ def test_a_server_that_comes_back_is_asked_again(url):
 
 
 def test_one_of_two_dies_in_the_middle():
-    """The first answers three requests, then only hangs up; the second answers nobody before
-    that."""
+    """The first answers three requests, then only hangs up; the second answers none before that."""
     answered = []
     died = threading.Event()
 
@@ -416,8 +415,8 @@ def test_one_of_two_dies_in_the_middle():
 
 
 def test_a_server_that_restarts_is_waited_for_and_one_that_stays_away_is_named(caplog):
-    """What is asked while nobody is there has its values once the server is back; without patience
-    it has none, and the scorer's sentence says why."""
+    """Requests while the server is down get their values once it is back; without patience they
+    get none, and the scorer's message says why."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     patient = Remote(address, name="numbers", batch_size=2, backoff=0.01, retry_seconds=1e6)

@@ -1,4 +1,4 @@
-"""What people's own rewards return goes over the wire, and to workers elsewhere, as it is here."""
+"""What custom rewards return is the same over the wire, and from workers elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that look at what is in a picture: written text, objects, answers to questions."""
+"""Rewards of a picture's content: written text, objects, answers to questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faces: which one is compared, how it is cut out, and what is said where there is none."""
+"""Faces: which one is compared, how it is cropped, and the message if there is none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The time that a verifiable reward takes grows no faster than what it looks at, whatever a model
-writes: an answer four times as long takes about four times as long."""
+"""The time of a verifiable reward is at most linear in its input, whatever a model writes: an
+answer four times as long takes about four times as long."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ PIECES = (
     ),
 )
 assert LONGEST > 12_000
-LONG = 12_000  # below LONGEST, behind which nothing is looked at
+LONG = 12_000  # below LONGEST, beyond which nothing is read
 NOTHING = 0.06  # seconds of a processor: growth is not looked at below
 TIMES = 4  # as long as the short text
 RATIO = 9.0  # between linear, 4, and quadratic, 16: a loaded processor may double either

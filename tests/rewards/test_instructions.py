@@ -153,7 +153,7 @@ def test_new_instructions_pass_every_filter():
             if "alpha" in words:
                 return "<answer>1</answer>"  # known
             if "beta" in words:
-                return f"<answer>{n}</answer>"  # nobody agrees
+                return f"<answer>{n}</answer>"  # no two agree
             return f"<answer>{n % 2}</answer>"
         return f"Instruction: {names[n % 8]} {names[n % 8]} {names[n % 8]} tell {n % 8}"
 

@@ -1,4 +1,4 @@
-"""Judges behind a server: what is asked and read back, and what happens when the server
+"""Judges served by a server: what is asked and read back, and what happens when the server
 misbehaves."""
 
 from __future__ import annotations
@@ -492,7 +492,7 @@ def test_tokens_and_costs_are_counted_and_failures_are_left_out_by_the_scorer(ur
 
 
 def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
-    """Groups are told apart by the scorer, a pair that fails spoils nothing, counters reach the
+    """Groups are distinguished by the scorer, a pair that fails spoils nothing, counters reach the
     log."""
     import yaml
 

@@ -93,7 +93,7 @@ def test_other_rates_are_resampled(folder):
 
 
 def test_frames_are_chosen_by_the_models_processor(folder):
-    """At so many frames a second as the sound says."""
+    """At the frame rate of the sound."""
     reward = build(folder)
     reward.videos.do_sample_frames = True
     reward.videos.fps = 4.0

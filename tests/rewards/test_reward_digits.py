@@ -25,7 +25,7 @@ CONFIG |= {"colors": list(COLORS), "sizes": list(SIZES), "places": PLACES}
 
 
 class Saw(Reader):
-    """A reader that reports what it was told, in any picture: (confidence, digit, colour, size, x,
+    """A reader that reports given detections, in any picture: (confidence, digit, colour, size, x,
     y) each."""
 
     def __init__(self, *things):

@@ -32,7 +32,7 @@ OTHERS_NAN = (
     "rewards.servers.remote",
     "rewards.combined.appeals",
     "rewards.combined.weights",
-)  # as those they are made of; tests of their own
+)  # like their parts; they have their own tests
 DOC = Path(__file__).parents[2] / "docs/rewards.md"
 
 

@@ -140,7 +140,7 @@ def test_only_what_fails_is_shown(policy, logprob):
 
 
 def test_the_loss_of_guided_answers_is_shaped_by_loop():
-    """-A rho / (rho + gamma) on the answers of others, the surrogate on the policy's own."""
+    """-A rho / (rho + gamma) on demonstrations, the surrogate on the policy's own answers."""
     policy = toys.ToyCausal()
     policy.net.double()
     with torch.no_grad():
@@ -176,8 +176,8 @@ def test_the_loss_of_guided_answers_is_shaped_by_loop():
 
 
 def test_wrong_answers_are_corrected_by_loop(policy):
-    """A share goes on behind a cue, a share is told the answer, a share gives way to the solution;
-    each keeps its row's name, and has the policy's own log-probs of the plain prompt."""
+    """A share continues after a cue, a share is given the answer, a share is replaced by the
+    solution; each keeps its row id, and has the policy's log-probs of the plain prompt."""
     prompts = [prompt | {"answer": str(i)} for i, prompt in enumerate(asked(3))]
     prompts[0]["solution"] = prompts[1]["solution"] = "so 1"
     wide = policy_of(max_new_tokens=60)
@@ -235,7 +235,7 @@ def test_wrong_answers_are_corrected_by_loop(policy):
 
 
 class Writer(Taught):
-    """Takes solutions of six digits, and can be told what is wrong."""
+    """Takes solutions of six digits, and accepts a critique."""
 
     capabilities = replace(Taught.capabilities, makes="text")
 

@@ -1,5 +1,5 @@
-"""Answers of earlier iterations in the place of groups that teach nothing: which, with which
-log-probs, resumed."""
+"""Answers of earlier iterations instead of groups without a gradient: which, with which log-probs,
+resumed."""
 
 import json
 from copy import deepcopy

@@ -148,7 +148,7 @@ def test_a_draft_of_the_same_weights_is_kept_whole_and_of_others_in_part(kind):
 @pytest.mark.parametrize("anneal", [None, Anneal(highest=1.3, lowest=0.5, decay=8.0)])
 def test_a_draft_is_read_in_one_pass_and_sampling_goes_on_from_it(strings, anneal):
     """Tokens, log-probs and entropies are those of writing the kept tokens again, one by one; the
-    passes are one and those of the tokens behind the first rejected one."""
+    passes are one and those of the tokens after the first rejected one."""
     policy = policy_of(max_new_tokens=14, record_entropy=True, record_self_certainty=True)
     policy.anneal = anneal
     policy.ending = replace(
@@ -181,7 +181,7 @@ def test_a_draft_is_read_in_one_pass_and_sampling_goes_on_from_it(strings, annea
     known = torch.arange(14) < kept[:, :1]
     forced = torch.where(known, drafts.ids, -1)
     rejected = (kept[:, 0] < kept[:, 1]).nonzero()[:, 0]
-    # the token in the place of a rejected one
+    # the token that replaces a rejected one
     forced[rejected, kept[rejected, 0]] = fast.sample[rejected, kept[rejected, 0]]
     inside = drafts.mask & (old.mask.sum(1, keepdim=True) > 0)
     recorded = drafts.full.gather(-1, drafts.ids[..., None])[..., 0]

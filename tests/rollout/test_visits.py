@@ -1,5 +1,5 @@
-"""Single-stream SPO's drift: the answers of a prompt's last visit, scored again by the weights of
-now; and the prompts drawn by the tracker that forgets by it."""
+"""Single-stream SPO's drift: the answers of a prompt's last visit, scored again under the current
+weights; and the prompts drawn by the tracker that forgets by it."""
 
 import json
 import math

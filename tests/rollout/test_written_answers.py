@@ -1,5 +1,5 @@
-"""Answers that somebody else wrote, in the groups: read, scored, with which log-probs, imitated
-(CHORD) and compared in pairs."""
+"""Demonstrations in the groups: read, scored, with which log-probs, imitated (CHORD) and compared
+in pairs."""
 
 import json
 import math
@@ -252,7 +252,7 @@ def test_the_weight_of_imitation_rises_and_falls():
 
 
 def imitating(prompts, flow="module", **options):
-    """A flow policy with pictures of others, its trainer and the mixed rows of an iteration."""
+    """A flow policy with external images, its trainer and the mixed rows of an iteration."""
     policy, rows = demonstrations.make(flow)
     policy.net.double()
     chosen = TrainOptions(
@@ -280,8 +280,8 @@ def pictures_of_experts(tmp_path):
 
 @pytest.mark.parametrize("micro_batch_size", [3, 4, None])
 def test_chord_of_flows_by_loop(micro_batch_size, tmp_path):
-    """(1 - mu) mean of -A rho over the policy's steps + mu mean of |v - v*|^2 over the pictures of
-    others at fresh noise; in any passes, of one kind each."""
+    """(1 - mu) mean of -A rho over the policy's steps + mu mean of |v - v*|^2 over external images
+    at fresh noise; in any passes, of one kind each."""
     trainer = imitating(pictures_of_experts(tmp_path), micro_batch_size=micro_batch_size)
     batch = trainer.collect()
     rollout = batch.rollout

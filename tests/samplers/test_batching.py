@@ -26,7 +26,7 @@ def test_a_chunk_needs_a_row():
 
 def two_at_a_time(rows):
     x = torch.zeros(rows, 100)  # 400 bytes a row
-    y = x @ WEIGHT.T  # another 400; the transposed view is nobody's new memory
+    y = x @ WEIGHT.T  # another 400; the transposed view allocates no memory
     del x
     return y + 1  # two alive again
 

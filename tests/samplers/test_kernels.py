@@ -510,7 +510,7 @@ def test_a_consistency_step_keeps_a_share_of_the_noise(process):
 
 
 def test_times_between_two_timesteps_are_those_of_the_later():
-    """So that uniform times look at every timestep equally often."""
+    """So that uniform times visit every timestep equally often."""
     time = torch.tensor([1e-9, 0.0004, 0.001, 0.5, 0.5001, 0.9999, 1.0], dtype=torch.float64)
     assert Diffusion().snap(time).tolist() == pytest.approx(
         [0.001, 0.001, 0.001, 0.5, 0.501, 1.0, 1.0], abs=1e-12
@@ -595,7 +595,7 @@ def test_the_first_step_of_a_grid_is_the_published_one_however_it_begins():
     for first in (1.0, 0.9997):
         _, std = flow_sde(X, V, first, 0.75, 0.7, 0.75)
         near(std, [0.7 * math.sqrt(first / 0.25 * (first - 0.75))] * 2)
-    # no step behind it is another
+    # no later step differs
     for kernel in (flow_sde, memoryless):
         for mine, bare in zip(kernel(X, V, 0.75, 0.5, 0.7, 0.75), kernel(X, V, 0.75, 0.5, 0.7)):
             assert torch.equal(mine, bare)

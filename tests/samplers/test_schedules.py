@@ -174,7 +174,7 @@ def test_progressive_window_moves_as_published_but_is_never_empty():
     """MixGRPO (Li et al. 2025), section 3.2: by 1 every 25 iterations; that of its
     GRPOTrainingStates is empty from iteration 575 to 599."""
     assert places("progressive", [0, 24, 25, 49, 475]) == [(0, 4), (0, 4), (1, 4), (1, 4), (19, 4)]
-    # 20 places of 25 iterations, then anew
+    # 20 positions of 25 iterations, then from the start
     assert places("progressive", [500, 599]) == [(0, 4), (3, 4)]
     assert places("progressive", [500, 5000], again=False) == [(19, 4)] * 2
     # without overlap

@@ -1,5 +1,5 @@
-"""Faults injected into a real reward server, in a process of its own: no wrong number enters a
-group, nothing hangs."""
+"""Faults injected into a real reward server, in a separate process: no wrong number enters a group,
+nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What people's own rewards return: sub-scores, None, coroutines, state; and what is said of slow
-and loud ones."""
+"""What custom rewards return: sub-scores, None, coroutines, state; and the notes on slow and loud
+ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version stands in one place; what repeats it says the same."""
+"""The version is in one place; copies of it agree."""
 
 from pathlib import Path
 

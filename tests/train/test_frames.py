@@ -17,7 +17,7 @@ MOST = 12
 
 
 class Depth(nn.Module):
-    """Passes its input on, and notes the frames of ours between it and ``Trainer.iterate``."""
+    """Passes its input on, and notes mmrl's frames between it and ``Trainer.iterate``."""
 
     def __init__(self):
         super().__init__()

@@ -41,7 +41,7 @@ def seen_by(run):
 
 
 def at_speeds(monkeypatch, speeds):
-    """Let passes of so many rows make so many rows a second; they are made all the same."""
+    """Pretend the speed, rows per second, of passes by their number of rows; they still run."""
 
     def timed(work, device):
         trial, rows = work.args[-2:]

@@ -103,7 +103,7 @@ def test_rows_of_a_flow_do_not_see_each_other(micro):
         make_trainer(policy=policy, train_batch_size=64, micro_batch_size=micro).iterate()
     policy = toys.make("flow")
     policy.__class__ = MeanFree
-    # single rows see nobody
+    # single rows are compared with none
     make_trainer(
         policy=policy, micro_batch_size=1, prompts_per_iteration=2, group_size=2, train_batch_size=4
     ).iterate()

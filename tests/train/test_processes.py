@@ -41,7 +41,7 @@ OURS = ("ACCELERATE_", "FSDP_", "RANK", "WORLD", "LOCAL_", "MASTER_")
 
 
 def run(words, cwd=ROOT, **env):
-    """A command in a process, or several, of its own; always ends, at the latest after the time
+    """A command in one or several separate processes; always ends, at the latest after the time
     limit."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     return subprocess.run(

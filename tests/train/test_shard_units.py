@@ -107,7 +107,7 @@ def test_what_holds_the_embedding_or_stays_whole_is_not_gathered_by_itself():
     assert "BertEmbeddings" in net._no_split_modules and shard_classes(net) == ["BertLayer"]
     assert shard_classes(net, whole=[net.bert.encoder]) == []
     head = net.get_output_embeddings()
-    with ties_kept(net):  # its bias is registered beside it once more
+    with ties_kept(net):  # its bias is registered a second time
         assert net.get_input_embeddings() is net.get_output_embeddings() is None
     assert net.get_output_embeddings() is head
     net.cls.predictions.bias = None

@@ -57,7 +57,7 @@ def test_every_optimizer_is_measured_on_shards_or_refused():
 
 @pytest.mark.parametrize("name", ["adafactor", "muon", "adamw_8bit"])
 def test_without_shards_the_step_is_the_librarys(name):
-    """The class that steps whole weights leaves the optimizer behind it as it is."""
+    """The class that steps whole weights leaves its base optimizer unchanged."""
     pytest.importorskip("bitsandbytes")
     built = OPTIMIZERS[name]([nn.Parameter(torch.randn(8, 8))], lr=1e-2)
     inner = getattr(built, "steppers", {True: built})[True]

@@ -1,7 +1,7 @@
 """Waits for the device and tensors of two devices, which a CPU does not show, on the pretend one of
 sim_device.py.
 
-A device is registered once a process and changes torch, so everything runs in processes of its own:
+A device is registered once per process and changes torch, so everything runs in separate processes,
 one for each part.
 """
 
@@ -17,13 +17,13 @@ from tests.objectives.test_objective_pairs import PAIRS
 
 registry.load_built_in()
 STEP = 1  # stops between two passes of a rollout, at most on average
-# what libraries add: transformers looks at every padding mask (and a general protocol has to give
+# what libraries add: transformers reads every padding mask (and a general protocol has to give
 # it one)
 STEPS = {
     "policy:masked_lm": 2,
     "policy:masked_image_lm": 2,
     "policy:z_image": 4,  # diffusers' own network indexes by masks
-    # every pass is a run of diffusers' own code, which makes times, sizes and guidance anew
+    # every pass is a run of diffusers' code, which makes times, sizes and guidance again
     "policy:pipeline": 20,
 }
 ROLLOUT = 24  # of one rollout besides: prompts, encoders, first passes

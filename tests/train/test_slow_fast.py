@@ -14,7 +14,7 @@ from tests.train.test_trainer import make_trainer
 
 
 def trained(family="flow", steps=1, micro=8, **options):
-    """Weights before and after an iteration of plain SGD, or of so many steps on its batch."""
+    """Weights before and after an iteration of plain SGD, or of several steps on its batch."""
     trainer = make_trainer(
         family,
         policy=toys.make(family, double=True),

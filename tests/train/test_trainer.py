@@ -580,8 +580,8 @@ def test_the_meter_hears_only_what_is_masked_in():
 
 
 def test_a_rollout_is_scored_again_only_where_two_roundings_would_meet():
-    """Tokens sampled with a cache, in half precision, with steps after the first; or when it is
-    said."""
+    """Tokens sampled with a KV cache, in half precision, with steps after the first; or on
+    request."""
     options = TrainOptions(
         prompts_per_iteration=2, group_size=4, train_batch_size=4, iterations=1, precision="bf16"
     )

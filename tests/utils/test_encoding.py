@@ -13,7 +13,7 @@ ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "
 
 @pytest.mark.skipif(os.name != "posix", reason="locales are POSIX's")
 def test_a_locale_without_utf8_ends_in_no_traceback(tmp_path):
-    """A file that names a plug-in in Chinese is read, and the mistake in it is said."""
+    """A file that names a plug-in in Chinese is read, and the mistake in it is reported."""
     config = tmp_path / "运行.yaml"
     config.write_text("# 注释 → comment\npolicy: {明るさ: {}}\n", encoding="utf-8")
     done = subprocess.run(

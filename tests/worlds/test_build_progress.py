@@ -14,7 +14,7 @@ from samplers.noise import Rng
 
 
 def steps(capsys, seconds, total=100, **options):
-    """What is printed about a build whose steps take so many seconds."""
+    """What is printed about a build whose steps take that many seconds."""
     now = [0.0]
     progress = Progress("digits/new", clock=lambda: now[0], **options)
     for part in ("painter", "reader"):

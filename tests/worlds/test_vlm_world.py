@@ -184,7 +184,7 @@ def test_lessons_teach_the_answers_only(folder):
 
 
 def test_packed_questions_are_as_likely_as_alone(folder):
-    """Several questions behind one picture: the same log-probs as each in a chat of its own."""
+    """Several questions after one picture: the same log-probs as each in a separate chat."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from mmrl.worlds.recipes import VLM_TEST

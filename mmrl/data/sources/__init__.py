@@ -1,1 +1,1 @@
-"""Reads rows from the files and data sets that people have: one reader for all data sources."""
+"""Reads rows from files and data sets in common formats: one reader for all data sources."""

@@ -21,7 +21,7 @@ TABLES = (".parquet", ".arrow")
 KINDS = (*LINES, ".json", ".csv", ".tsv", *TABLES, ".tar", ".txt")
 PARTS = {"train": ("train",), "test": ("test", "val", "validation", "dev", "eval")}
 METADATA = ("metadata", "captions")  # of pictures beside it, as data sets of the Hub have them
-# every ending that a file of a data set may have, and how many others there may be beside them
+# every suffix that a file of a data set may have, and how many other files there may be
 READ = frozenset((*PICTURES, *VIDEOS, *CAPTIONS, *KINDS, *PACKED))
 MOST_STRANGERS = 20_000
 STATE = "state.json"  # of what save_to_disk wrote
@@ -36,7 +36,7 @@ class Tree:
 
     @cached_property
     def files(self) -> list[Path]:
-        """List all files but hidden ones. Raises UserError for what is plainly no data set: a home
+        """List all files but hidden ones. Raises UserError for what is clearly no data set: a home
         folder, a disk."""
         files: list[Path] = []
         strangers = 0
@@ -70,13 +70,13 @@ class Tree:
 
     @property
     def metadata(self) -> list[Path]:
-        """List the tables that say what the pictures of the folder, and of its subfolders, are."""
+        """List the metadata tables of the pictures in the folder and its subfolders."""
         kinds = (*LINES, ".csv", ".parquet")
         return [f for f in self.files if f.stem in METADATA and f.suffix in kinds]
 
     @property
     def media(self) -> list[Path]:
-        """List the pictures and videos that stand by themselves."""
+        """List the pictures and videos that are files."""
         return [file for file in self.files if file.suffix.lower() in (*PICTURES, *VIDEOS)]
 
 
@@ -84,8 +84,8 @@ def files_of(folder: Path | Tree, pairs_first: bool = False) -> list[Path]:
     """List the files of rows in a folder and below, in order. Raises UserError for none.
 
     What ``save_to_disk`` wrote is read as its state says; else all files of the first kind that is
-    there. Metadata of pictures count before all, and pictures with captions, for which the folder
-    itself stands, come last, or before other tables (``pairs_first``).
+    there. Metadata of pictures come first, and pictures with captions, represented by the folder
+    itself, come last, or before other tables (``pairs_first``).
     """
     tree = folder if isinstance(folder, Tree) else Tree(folder)
     if saved := _saved(tree.folder):
@@ -121,13 +121,13 @@ def splits_of(tree: Tree) -> list[str]:
 
 
 def caption_of(file: Path) -> Path | None:
-    """Return the file beside a picture that holds its caption; None if there is none."""
+    """Return the caption file of a picture; None if there is none."""
     beside = [file.with_suffix(kind) for kind in CAPTIONS]
     return next((place for place in beside if place.is_file()), None)
 
 
 def pairs(folder: Path) -> Iterator[Row]:
-    """Yield a row for every picture or video of a folder, with the caption beside it."""
+    """Yield a row for every picture or video of a folder, with its caption."""
     for file in Tree(folder).media:
         caption = caption_of(file)
         text = text_of(caption, "a caption").strip() if caption else ""
@@ -140,12 +140,12 @@ def pairs(folder: Path) -> Iterator[Row]:
 
 
 def _is_read(name: str) -> bool:
-    """Tell whether a file could belong to a data set, by its ending."""
+    """Tell whether a file could belong to a data set, by its suffix."""
     return os.path.splitext(name)[1].lower() in READ
 
 
 def _saved(folder: Path) -> list[Path]:
-    """List the arrow files of a data set that ``save_to_disk`` wrote; none where it is not one."""
+    """List the arrow files of a data set that ``save_to_disk`` wrote; none if it is not one."""
     if not (folder / STATE).is_file():
         return []
     try:

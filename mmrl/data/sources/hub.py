@@ -24,8 +24,8 @@ UNREACHABLE = {
     "OfflineModeIsEnabled",
     *("ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError", "RemoteProtocolError"),
 }
-FOREIGN = ("datasets", "huggingface_hub")  # libraries whose errors are worded anew
-BATCH = 256  # rows that are turned into Python objects at a time
+FOREIGN = ("datasets", "huggingface_hub")  # libraries whose errors are reworded
+BATCH = 256  # rows that are converted to Python objects at a time
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class HubSet:
                 yield f"{self.name} {split}: row {number}", row
 
     def _ask(self) -> None:
-        """Learn within seconds whether the Hub has it: the library tries for half a minute."""
+        """Find out within seconds whether the Hub has it: the library tries for half a minute."""
         if not Path(self.name).expanduser().exists() and not _has_been_read(self.name):
             ask_for_data_set(self.name, self.revision)
 
@@ -93,7 +93,7 @@ class HubSet:
         causes = {type(cause).__name__ for cause in _causes(error)}
         start = f"data set {self.name!r}:"
         folder = f"--repo-type dataset --local-dir FOLDER {self.name}"
-        # of a repository that is not found the Hub's client says that it may be gated
+        # the Hub's client says of a missing repository that it may be gated
         says_gated = "gated" in text.lower() and "RepositoryNotFoundError" not in causes
         if says_gated or "GatedRepoError" in causes:
             return (
@@ -126,7 +126,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def _has_been_read(name: str) -> bool:
-    """Tell whether the library keeps a data set that it has read, so that it needs no network."""
+    """Tell whether the library has cached a data set, so that it needs no network."""
     from datasets import config
 
     return (Path(config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir()

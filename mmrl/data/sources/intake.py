@@ -1,4 +1,4 @@
-"""Turns rows into prompts for every data source alike: counts, complains, leaves out, splits."""
+"""Turns rows into prompts, the same for every data source: counts, reports, leaves out, splits."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Split = Callable[[Sequence[Prompt], float], tuple[list[Prompt], list[Prompt]]]
 
 @dataclass
 class Intake:
-    """Reads the parts of one source. ``make`` turns a row into a prompt; ``pictures`` lists what is
-    to be looked at before training, if anything; ``verify`` looks at all prompts of a part, with
-    the sizes of their pictures, and returns what is wrong with some; ``expand`` makes several rows
-    of one; ``max_pixels``: of a picture, larger ones are broken."""
+    """Reads the parts of one source. ``make`` turns a row into a prompt; ``pictures`` lists what to
+    check before training, if anything; ``verify`` checks all prompts of a part, with the sizes of
+    their pictures, and returns what is wrong with some; ``expand`` makes several rows of one;
+    ``max_pixels``: of a picture, larger ones are broken."""
 
     request: Request
     make: Make
@@ -53,9 +53,9 @@ class Intake:
         raise_limit(self.max_pixels)
 
     def prompts(self, part: Part) -> list[Prompt]:
-        """Read a part; broken rows stand in the summary. Raises UserError where no row is whole."""
+        """Read a part; broken rows go to the summary. Raises UserError if all rows are broken."""
         prompts: list[Prompt] = []
-        problems: list[tuple[int, str]] = []  # and how many prompts stand before the row
+        problems: list[tuple[int, str]] = []  # and how many prompts precede the row
         rows = self.request.rows(part, self.summary, self.expand)
         before, folder = self.summary.read, self.request.folder
         for place, row in rows:
@@ -82,8 +82,8 @@ class Intake:
         return prompts
 
     def _look(self, prompts: Sequence[Prompt]) -> dict[int, str]:
-        """Look at the pictures and clips of all prompts. Returns what is wrong, by the number of
-        the prompt."""
+        """Check the pictures and clips of all prompts. Returns what is wrong, by the number of the
+        prompt."""
         if self.pictures is None and self.verify is None:
             return {}
         looks = self.pictures or (lambda prompt: [])
@@ -108,9 +108,9 @@ class Intake:
     def divided(
         self, held_out: str | Path | float | None, default: float, split: Split, by: str
     ) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-        """Read all parts and return what is trained on and what is held out, and hand in the
-        account. ``held_out``: a file, a split of the data, a share, or None for the data's own
-        part, else the ``default`` share; ``by``: what the share is chosen by."""
+        """Read all parts, report the summary, and return what is trained on and what is held out.
+        ``held_out``: a file, a split of the data, a share, or None for the data's own part, else
+        the ``default`` share; ``by``: what the share is chosen by."""
         held_out = str(held_out) if isinstance(held_out, Path) else held_out
         with _without_collector():
             train = self.prompts(self.request.training())
@@ -130,7 +130,7 @@ class Intake:
             return stored(train), stored(held)
 
     def account(self, train: Sequence[Prompt], held_out: Sequence[Prompt], how: str) -> None:
-        """Hand in the summary."""
+        """Report the summary."""
         summary = self.summary
         summary.train, summary.held_out, summary.split = len(train), len(held_out), how
         summary.repeated = len(train) + len(held_out)
@@ -141,7 +141,7 @@ class Intake:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Keep Python from looking for cycles among rows, of which there are none and may be many."""
+    """Turn off Python's cycle collector: rows may be many, and have no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -152,7 +152,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def identical(prompt: Prompt) -> tuple[Any, ...]:
-    """Return what is equal of two prompts that ask the same of the same pictures."""
+    """Return a key that is equal for prompts that ask the same of the same pictures."""
     text = prompt.get("text")
     if SHOWN.isdisjoint(prompt):
         return (text,)
@@ -160,7 +160,7 @@ def identical(prompt: Prompt) -> tuple[Any, ...]:
 
 
 def digest_of(prompts: Iterable[Prompt]) -> str:
-    """Return a digest of texts and answers, the same in every process and wherever files lie."""
+    """Return a digest of texts and answers that depends neither on the process nor on paths."""
     digest = blake2b(digest_size=16)
     rows = iter(prompts)
     while texts := [_said(prompt) for prompt in islice(rows, 1000)]:

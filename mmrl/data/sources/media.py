@@ -1,4 +1,4 @@
-"""Finds the pictures and videos that rows name, or hold themselves."""
+"""Finds the pictures and videos that rows name or contain."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from mmrl.data.sources.folders import PICTURES, VIDEOS
 
 SOUNDS = (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus")
 FILES = (*PICTURES, *VIDEOS, *SOUNDS)
-# values of a row that policies open as files, whatever their names end with
+# values of a row that policies open as files, whatever their suffix
 MEDIA = frozenset(("image", "images", "video", "videos", "audio", "audios"))
 ADDRESSES = ("http://", "https://", "data:")
 # how JPEG, PNG, GIF and WebP begin in base64, as tables of VLMEvalKit hold them
 ENCODED = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
-LONGEST = 400  # letters of a path that are shown
+LONGEST = 400  # characters of a path that are shown
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 
 
 def video(source: Any, folder: Path, *others: Path) -> Any:
-    """Return the whole path of a video, or the frames that are listed in its place; one whose bytes
-    a row holds is written into the cache, where it keeps its place between runs. Raises ValueError
-    for other bytes."""
+    """Return the absolute path of a video, or its frames if they are listed; one whose bytes a row
+    holds is written into the cache, at a path that is the same in every run. Raises ValueError for
+    other bytes."""
     if isinstance(source, list):
         return [medium(frame, folder, *others) for frame in source]
     content = source.get("bytes") if isinstance(source, Mapping) else source
@@ -43,8 +43,8 @@ def video(source: Any, folder: Path, *others: Path) -> Any:
 
 
 def clips(value: Any, folders: Sequence[Path], rate: Any) -> Any:
-    """Return the clip that a row names, or its list of them, with whole paths; a list of pictures
-    is one clip, whose ``rate`` the row says. Raises ValueError where it does not."""
+    """Return the clip that a row names, or its list of them, with absolute paths; a list of
+    pictures is one clip with the row's frame ``rate``. Raises ValueError without one."""
     several = value if isinstance(value, list) and not is_frames(value) else [value]
     whole = [video(clip, *folders) for clip in several]
     if rate is None and any(isinstance(clip, list) for clip in whole):
@@ -53,9 +53,9 @@ def clips(value: Any, folders: Sequence[Path], rate: Any) -> Any:
 
 
 def medium(source: Any, folder: Path, *others: Path) -> Any:
-    """Return the whole path of a picture or video, or what the row itself holds of a picture: the
+    """Return the absolute path of a picture or video, or the picture that the row itself holds: the
     bytes of its file, as parquet data sets have them, {bytes, path}, or a data: address. A relative
-    path starts in ``folder``, or in one of the ``others`` where only there is such a file.
+    path starts in ``folder``, or in one of the ``others`` if only there is such a file.
 
     Raises FileNotFoundError for a file that is not there, ValueError for addresses of the network.
     """
@@ -72,7 +72,7 @@ def medium(source: Any, folder: Path, *others: Path) -> Any:
         return opened(_embedded(name))
     if name.startswith(("http://", "https://")):
         raise ValueError(f"{name[:60]} is not a file; download it first")
-    places = [os.path.join(each, name) for each in (folder, *others)]  # a whole path stays
+    places = [os.path.join(each, name) for each in (folder, *others)]  # an absolute path stays
     path = next(filter(os.path.isfile, places), None)
     if path is None and name.startswith(ENCODED):
         return opened(_decoded(name, "its picture"))
@@ -92,9 +92,9 @@ def _named(source: str) -> str:
 
 
 def placed(prompt: Prompt, folder: Path) -> Prompt:
-    """Return a prompt whose files have whole paths: relative ones start in ``folder``, that of the
-    file which names them. Any value may be the path of a file that is there, such as a reward's
-    picture; what policies open is one in any case."""
+    """Return a prompt whose files have absolute paths: relative ones start in ``folder``, that of
+    the file which names them. Any value may be the path of an existing file, such as a reward's
+    picture; what policies open is always a path."""
     named = [
         key
         for key, value in prompt.items()
@@ -127,7 +127,7 @@ def _placed(value: Any, folder: Path, is_opened: bool) -> Any:
 
 
 def _resolved(path: str) -> str:
-    """Return a whole path without links, looking at the folder of many files once."""
+    """Return an absolute path without links, resolving a folder of many files once."""
     head, tail = os.path.split(path)
     whole = os.path.join(_resolved_folder(os.path.abspath(head)), tail)
     return os.path.realpath(whole) if tail in ("", ".", "..") or os.path.islink(whole) else whole
@@ -139,8 +139,8 @@ def _resolved_folder(folder: str) -> str:
 
 
 def folder_of(place: str, otherwise: Path) -> Path:
-    """Return the folder that the paths of a row start in: that of the file it stands in, by its
-    ``place`` (file:line, file: row 3); ``otherwise`` where that is no file."""
+    """Return the folder that the paths of a row start in: that of its file, by its ``place``
+    (file:line, file: row 3); ``otherwise`` if that is no file."""
     return _folder_of_file(place.rpartition(":")[0]) or otherwise
 
 
@@ -163,8 +163,7 @@ def inline_picture(value: Any, max_pixels: int) -> Any:
 
 
 def content_of(source: Any) -> Any:
-    """Return what is to be looked at of a picture: its path, the bytes it was opened from, or the
-    picture."""
+    """Return what to check of a picture: its path, the bytes it was opened from, or the picture."""
     file = getattr(source, "fp", None)
     if file is not None and hasattr(file, "getvalue"):
         return file.getvalue()
@@ -172,7 +171,7 @@ def content_of(source: Any) -> Any:
 
 
 def _kind_of_video(content: bytes) -> str:
-    """Return the ending for the bytes of a video file, by how they begin; "" for others."""
+    """Return the suffix for the bytes of a video file, by their first bytes; "" for others."""
     if content[4:8] in (b"ftyp", b"moov", b"mdat"):
         return ".mp4"
     if content.startswith(b"\x1aE\xdf\xa3"):  # EBML: Matroska, WebM
@@ -182,7 +181,7 @@ def _kind_of_video(content: bytes) -> str:
 
 def _stored(content: bytes, kind: str) -> str:
     """Write a video into the cache under a hash of its bytes, unless it is there. Raises ValueError
-    where the cache cannot be written."""
+    if the cache cannot be written."""
     path = cache_dir() / "videos" / f"{blake2b(content, digest_size=16).hexdigest()}{kind}"
     if path.is_file() and path.stat().st_size == len(content):
         return str(path)

@@ -44,13 +44,13 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 UNPACKABLE = (".parquet", ".arrow", ".feather")  # packed inside; never as a whole
 PATTERN = re.compile(r"[*?\[{]")
 BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
-Expand = Callable[[str, Any], Iterable[Row]]  # one row -> those that it stands for
+Expand = Callable[[str, Any], Iterable[Row]]  # one row -> the rows that it stands for
 Part = list[Path] | str  # files, or the name of a split of the Hub
 
 
 @dataclass(frozen=True)
 class Request:
-    """Says which rows a source is to read, as its options do.
+    """Says which rows a source is to read, from its options.
 
     path: a file, a folder, several files (``shards/*.tar``, ``{000..012}.tar``), or the id of a
     data set. split, subset, revision: of a data set. limit: rows that are read of a part.
@@ -77,12 +77,12 @@ class Request:
 
     @property
     def folder(self) -> Path:
-        """Return the folder that paths in the rows start in."""
+        """Return the folder that paths in the rows are relative to."""
         return self.place if exists(self.place) and self.place.is_dir() else self.place.parent
 
     @cached_property
     def tree(self) -> folders.Tree:
-        """Return what is in the folder, which is walked through once."""
+        """Return the content of the folder, which is walked through once."""
         return folders.Tree(self.place)
 
     @property
@@ -90,7 +90,7 @@ class Request:
         return HubSet(self.path, self.subset, self.revision, self.streaming)
 
     def training(self) -> Part:
-        """Find the rows to train on: of the split, of a folder's train part, or all there are."""
+        """Find the rows to train on: of the split, of a folder's train part, or all of them."""
         if matching := _expanded(self.path):
             return matching
         if self.subset is not None or not exists(self.place):
@@ -188,7 +188,7 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 
 def _expanded(path: str) -> list[Path]:
-    """List the files that a pattern names; none where it is no pattern."""
+    """List the files that match a pattern; none if it is no pattern."""
     if not PATTERN.search(path) or exists(Path(path)):
         return []
     files: list[Path] = []
@@ -205,7 +205,7 @@ def _expanded(path: str) -> list[Path]:
 
 
 def _unbraced(path: str) -> list[str]:
-    """Write a range in braces out, as WebDataset names its shards."""
+    """Expand a range in braces, as WebDataset names its shards."""
     match = BRACES.search(path)
     if match is None:
         return [path]

@@ -1,4 +1,4 @@
-"""Renames the columns of rows, and chooses rows by what stands in them."""
+"""Renames the columns of rows, and filters rows by their values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Filters:
     def failed(self, row: Any) -> str | None:
         """Return the condition that a row does not meet, for the count; None if it passes."""
         if not isinstance(row, Mapping):
-            return None  # it is broken, which is told elsewhere
+            return None  # it is broken, which is reported elsewhere
         for column, conditions in self.conditions.items():
             value = row.get(column)
             if column in row:
@@ -63,7 +63,7 @@ class Filters:
 
 
 def _conditions(column: str, wish: Any) -> dict[str, Any]:
-    """Return a filter as conditions by name. Raises UserError for one that is none."""
+    """Return a filter as conditions by name. Raises UserError for an invalid one."""
     if isinstance(wish, list):
         return {"in": wish}
     if not isinstance(wish, Mapping):

@@ -1,4 +1,4 @@
-"""Keeps the rows of large data in a file that all processes of a machine map, in place of a copy in
+"""Keeps the rows of large data in a file that all processes of a machine map, instead of a copy in
 the memory of each."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERSION = 2  # of marshal, the last whose bytes are the same for the same row
 
 
 class Stored(Sequence[Prompt]):
-    """Reads rows from a mapped file when they are asked for; each access makes a row of its own.
+    """Reads rows from a mapped file on access; each access makes a new row.
     ``ends``: where each begins, and the last one ends."""
 
     def __init__(self, file: Path, ends: Sequence[int]):
@@ -48,13 +48,13 @@ class Stored(Sequence[Prompt]):
         return row
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Go to another process, perhaps of another machine, as a list."""
+        """Pickle as a list, for another process, perhaps of another machine."""
         return list, (list(self),)
 
 
 def stored(rows: list[Prompt]) -> Sequence[Prompt]:
-    """Write rows into the cache, named by their content, and return them mapped; few ones, those
-    that hold pictures, and those of a cache that cannot be written as they are."""
+    """Write rows into the cache, named by their content, and return them mapped. A few rows, rows
+    that hold pictures, and all rows if the cache cannot be written, are returned as they are."""
     if len(rows) < FEW:
         return rows
     content, ends = bytearray(), array("Q", [0])
@@ -70,7 +70,7 @@ def stored(rows: list[Prompt]) -> Sequence[Prompt]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell what comes back as it was; marshal makes bytes of arrays."""
+    """Tell whether marshal restores a value unchanged; it turns arrays into bytes."""
     if type(value) is dict:
         return all(map(_is_plain, value.values()))
     return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in SIMPLE
@@ -78,7 +78,7 @@ def _is_plain(value: Any) -> bool:
 
 def _file_of(content: bytearray) -> Path:
     """Return a file with this content, the same for all processes, whose time is that of its last
-    reading. A new one takes the place of those that were not read for 30 days."""
+    reading. Writing a new one removes those that were not read for 30 days."""
     file = cache_dir() / "rows" / blake2b(content, digest_size=16).hexdigest()
     if file.is_file() and file.stat().st_size == len(content):
         with suppress(OSError):  # another user's

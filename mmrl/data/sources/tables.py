@@ -10,7 +10,7 @@ from typing import Any
 from mmrl.core.errors import UserError
 from mmrl.data.sources.text_files import Row
 
-BATCH = 256  # rows that are turned into Python objects at a time
+BATCH = 256  # rows that are converted to Python objects at a time
 
 
 def table(path: Path) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Reads WebDataset's tar files: neighbours of one name and different endings are a row.
+"""Reads WebDataset's tar files: consecutive files of one name and different suffixes are a row.
 
 Nothing is extracted to the disk: members are read into memory, whatever their names say. Links and
 devices are left out; pickles are refused.
@@ -26,7 +26,7 @@ LARGEST = 2**28  # bytes of a member
 
 def tar_rows(path: Path) -> Iterator[Row]:
     """Yield a row for every sample: its picture as ``image`` (several: ``images``), ``txt`` as
-    ``text``, the keys of ``json``, and everything else under its ending."""
+    ``text``, the keys of ``json``, and everything else under its suffix."""
     key = ""
     members: dict[str, Any] = {}
     with unpacked(path) as stream:
@@ -41,7 +41,7 @@ def tar_rows(path: Path) -> Iterator[Row]:
 
 
 def _members(stream: IO[bytes], path: Path) -> Iterator[tuple[str, str, bytes | ValueError]]:
-    """Yield (name without ending, ending, content) of the regular files of a tar, in order."""
+    """Yield (name without suffix, suffix, content) of the regular files of a tar, in order."""
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:

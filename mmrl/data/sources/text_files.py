@@ -1,4 +1,4 @@
-"""Reads rows of csv, tsv, json and jsonl files, packed by gzip or zstandard or not."""
+"""Reads rows of csv, tsv, json and jsonl files, plain or compressed by gzip or zstandard."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import IO, Any
 
 from mmrl.core.errors import UserError
 
-# "file:line" (or file and row), and what stands there; a ValueError stands for itself
+# "file:line" (or file and row), and the value there; a ValueError says what is wrong
 Row = tuple[str, Any]
 PACKED = (".gz", ".zst", ".zstd")
-SMALL = 2**30  # bytes that any packed file may unpack to
-RATIO = 200  # a larger file may grow that often: text packs 3 to 20 times, a bomb 1000 times
+SMALL = 2**30  # bytes that any compressed file may unpack to
+RATIO = 200  # a larger file may grow by this factor: text has 3 to 20, a zip bomb 1000
 LONGEST = 2**28  # bytes of a line
 WHOLE_NUMBER = re.compile(r"0|-?[1-9]\d{0,17}")
 DECIMAL = re.compile(r"-?\d+\.\d+")
@@ -47,7 +47,7 @@ def suffix_of(path: Path) -> str:
 @contextmanager
 def unpacked(path: Path, content_name: str = "data") -> Iterator[IO[bytes]]:
     """Open a file for reading, through gzip or zstandard by its suffix; bounded. Raises UserError
-    where it cannot be read or is damaged."""
+    if it cannot be read or is damaged."""
     suffix = path.suffix.lower()
     try:
         with path.open("rb") as file:
@@ -81,7 +81,7 @@ def _zstandard(file: IO[bytes], path: Path) -> Any:
 
 
 class _Bounded(io.RawIOBase):
-    """Reads a stream up to a number of bytes, and refuses more."""
+    """Reads a stream up to a number of bytes, and raises beyond."""
 
     def __init__(self, stream: Any, most: int, path: Path):
         self.stream = stream
@@ -140,8 +140,8 @@ def _decoded(content: bytes, path: Path, number: int) -> str:
 
 
 def loads(text: str) -> Any:
-    """Read JSON. Raises ValueError for what is broken, nested too deeply, or holds a key twice, of
-    which one value would be lost in silence."""
+    """Read JSON. Raises ValueError for what is broken, nested too deeply, or holds a key twice, as
+    one value would be lost silently."""
     try:
         try:
             value, end = DECODER.scan_once(text, 0)
@@ -168,7 +168,7 @@ DECODER: Any = json.JSONDecoder(object_pairs_hook=_without_repeats)
 
 def json_lines(path: Path) -> Iterator[Row]:
     """Yield the value of every line, or what is wrong with it."""
-    name = str(path)  # a path is slow to write, and there may be a million lines
+    name = str(path)  # formatting a path is slow, and there may be a million lines
     for number, line in lines_of(path):
         try:
             yield f"{name}:{number}", loads(line)
@@ -256,7 +256,7 @@ def separated(path: Path) -> Iterator[Row]:
 
 
 def _delimiter(header: str, path: Path) -> str:
-    """Choose what separates the cells by the header: what the suffix says, if it is there."""
+    """Choose the delimiter by the header: that of the suffix, if the header has it."""
     usual = "\t" if suffix_of(path) == ".tsv" else ","
     if usual in header:
         return usual
@@ -286,8 +286,8 @@ def _table(path: Path, rows: list[tuple[int, list[str]]]) -> Iterator[Row]:
 
 
 def _kind(cells: list[str]) -> str:
-    """Name the type of a column by its cells that are not empty; numbers that would not be written
-    back as they stand are text, such as the answer 3.10."""
+    """Name the type of a column by its non-empty cells; numbers that Python would print differently
+    are text, such as the answer 3.10."""
     if not cells:
         return "text"
     if all(WHOLE_NUMBER.fullmatch(cell) or _is_decimal(cell) for cell in cells):

@@ -1,4 +1,4 @@
-"""Reads questions about images and videos, from the formats they come in. These modules register
-the data sources."""
+"""Reads questions about images and videos in their usual formats. These modules register the data
+sources."""
 
 MODULES = ("paired", "source")

@@ -1,8 +1,8 @@
-"""Checks boxes against their pictures, and finds out in which space a data set wrote them.
+"""Checks boxes against their pictures, and detects the coordinate space of a data set.
 
-Boxes in the wrong space cost a whole training: every answer earns 0. One row cannot tell, but a
-data set can: relative boxes never exceed 1, boxes of 0 to 1000 leave pictures that are smaller,
-and [x, y, width, height] read as corners is often inverted.
+Boxes in the wrong space waste a whole training: every answer earns 0. One row cannot tell, but a
+data set can: relative boxes never exceed 1, boxes of 0 to 1000 exceed smaller pictures, and
+[x, y, width, height] read as corners is often inverted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mmrl.core.types import Prompt
 
 Box = Sequence[float]  # four numbers, as the data have them
 Size = tuple[float, float]  # width and height of the picture
-SLACK = 0.05  # of a side that a box may stand out: annotators are not exact
+SLACK = 0.05  # of a side by which a box may exceed the picture: annotators are not exact
 INVERTED = 0.1  # share of inverted boxes from which they are taken for [x, y, width, height]
 OUTSIDE = 0.5  # share of boxes outside from which all are taken for boxes of another space
-FEW = 3  # boxes outside that may each be a mistake of its own
-ENOUGH = 20  # boxes from which a suspicion is voiced that no single box proves
+FEW = 3  # boxes outside that may be single mistakes
+ENOUGH = 20  # boxes needed for a warning that no single box proves
 LIMITS = {"rel1": 1.0, "rel1000": 1000.0}
 ANSWER = re.compile(r"\s*<answer>(.*)</answer>\s*", re.DOTALL)
 KEYS = ("bbox_2d", "bbox", "box", "Position", "position", "box_2d")
@@ -31,7 +31,7 @@ KEYS = ("bbox_2d", "bbox", "box", "Position", "position", "box_2d")
 
 @dataclass(frozen=True)
 class Placed:
-    """Holds a box and the size of its picture; None where that is not known."""
+    """Holds a box and the size of its picture; None if that is unknown."""
 
     row: int
     box: Box
@@ -49,7 +49,7 @@ class Verdict:
 
 
 def judge(placed: Sequence[Placed], space: str) -> Verdict:
-    """Compare boxes that are said to be corners in ``space`` with their pictures."""
+    """Compare boxes that are declared to be corners in ``space`` with their pictures."""
     if not placed:
         return Verdict({})
     inverted = [each for each in placed if not _ordered(each.box)]
@@ -66,7 +66,7 @@ def judge(placed: Sequence[Placed], space: str) -> Verdict:
 def placed_boxes(
     prompts: Sequence[Prompt], sizes: Callable[[int], Size | None]
 ) -> dict[str, list[Placed]]:
-    """List the boxes of prompts by the space that each says they are in; ``sizes``: of a prompt's
+    """List the boxes of prompts by the space that each prompt declares; ``sizes``: of a prompt's
     picture, by its number."""
     by_space: dict[str, list[Placed]] = {}
     for number, prompt in enumerate(prompts):
@@ -83,20 +83,20 @@ def placed_boxes(
 
 
 def said_size(prompt: Prompt) -> Size | None:
-    """Return the size of its picture that a prompt says itself, ``width`` and ``height``."""
+    """Return the size of the picture that a prompt states, ``width`` and ``height``."""
     sides = (prompt.get("width"), prompt.get("height"))
     return sides if all(is_number(side) and side > 0 for side in sides) else None  # type: ignore
 
 
 def remedy(likely: str) -> str:
-    """Say what makes boxes or points of this kind right."""
+    """Return the remedy for boxes or points of this kind."""
     if likely.startswith("yx"):
         return "write [x, y]" if likely == "yx" else "write [x0, y0, x1, y1]"
     return f"set {'box_format' if likely in ('xywh', 'xyxy') else 'space'}: {likely}"
 
 
 def written(value: Any) -> Any:
-    """Read boxes that stand in a text, as answers are written: JSON or a Python literal, perhaps in
+    """Read boxes from a text, as answers are written: JSON or a Python literal, perhaps in
     ``<answer>`` tags; lists of four numbers or objects with bbox_2d or the like."""
     if isinstance(value, str):
         value = literal(value, "boxes")
@@ -122,7 +122,7 @@ def literal(text: str, noun: str) -> Any:
 
 
 def unwrapped(text: str) -> str:
-    """Return what stands between ``<answer>`` tags, if they hold the whole text; else the text."""
+    """Return the text between ``<answer>`` tags, if they hold the whole text; else the text."""
     match = ANSWER.fullmatch(text)
     return match.group(1).strip() if match and "<answer>" not in match.group(1) else text
 
@@ -135,13 +135,13 @@ def _box_of(entry: Mapping[str, Any]) -> Any:
 
 
 def _is_box(value: Any) -> bool:
-    """Tell four finite numbers from what other checks complain about."""
+    """Tell whether a value is four finite numbers; other checks report anything else."""
     four = isinstance(value, (list, tuple)) and len(value) == 4
     return four and all(is_number(number) and math.isfinite(number) for number in value)
 
 
 def is_number(value: Any) -> bool:
-    """Tell a number from everything else, also from true and false."""
+    """Tell whether a value is a number, and not true or false."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -150,15 +150,15 @@ def _ordered(box: Box) -> bool:
 
 
 def extent(each: Placed, space: str) -> Size | None:
-    """Return the largest x and y of a space, of pixels the sides of the picture; None where they
-    are not known."""
+    """Return the largest x and y of a space, for pixels the sides of the picture; None if they are
+    unknown."""
     if limit := LIMITS.get(space):
         return limit, limit
     return each.size if space == "original" else None
 
 
 def inside(each: Placed, space: str, box: Box) -> bool:
-    """Tell whether a box lies in the picture of ``each``, but for the ``SLACK`` of annotators."""
+    """Tell whether a box lies in the picture of ``each``, within the ``SLACK`` of annotators."""
     limits = extent(each, space)
     if limits is None:
         return min(box) >= 0 or space != "original"
@@ -172,7 +172,7 @@ def inside(each: Placed, space: str, box: Box) -> bool:
 
 
 def beyond(each: Placed, space: str) -> str:
-    """Say what a box or point lies outside of."""
+    """Describe what a box or point lies outside of."""
     limits = extent(each, space)
     if limits is None:
         return "lies outside every picture"
@@ -182,8 +182,8 @@ def beyond(each: Placed, space: str) -> str:
 
 
 def _otherwise(placed: Sequence[Placed], space: str, inverted: int, outside: int) -> str:
-    """Name the space or format in which all these boxes would be right, where they are not in the
-    one that the data are said to have; with the evidence."""
+    """Name the space or format in which all these boxes would be right if they are wrong in the
+    declared one, with the evidence."""
     count = len(placed)
     largest = max(max(each.box) for each in placed)
     if space != "rel1" and largest <= 1 and all(min(each.box) >= 0 for each in placed):
@@ -223,21 +223,21 @@ def _fits_as_sides(each: Placed, space: str) -> bool:
 
 
 def _fits_as_corners(each: Placed, space: str) -> bool:
-    """Tell whether corners that were taken for a corner and sides would be right."""
+    """Tell whether a box read as a corner and sides would be right as corners."""
     x0, y0, x1, y1 = each.box
     corners = (x0, y0, x1 - x0, y1 - y0)
     return extent(each, space) is not None and _ordered(corners) and inside(each, space, corners)
 
 
 def _fits_swapped(each: Placed, space: str) -> bool:
-    """Tell whether a box lies in its picture if y stands first."""
+    """Tell whether a box lies in its picture if y comes first."""
     y0, x0, y1, x1 = each.box
     known = space == "original" and each.size is not None
     return known and x0 < x1 and y0 < y1 and inside(each, space, (x0, y0, x1, y1))
 
 
 def _doubt(placed: Sequence[Placed], space: str) -> str:
-    """Voice what only many boxes can suggest: large pictures whose boxes end at 1000."""
+    """Report what only many boxes can suggest: large pictures whose boxes end at 1000."""
     large = [each for each in placed if each.size and min(each.size) >= 1100]
     if space == "original" and len(large) >= ENOUGH:
         largest = max(max(each.box) for each in large)

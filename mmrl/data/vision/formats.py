@@ -12,7 +12,7 @@ from mmrl.core.types import Prompt
 from mmrl.data.sources.folders import PICTURES, VIDEOS
 from mmrl.data.vision.boxes import unwrapped
 
-# Names in use for what mmrl calls text, images ...; the first that is there counts.
+# Usual names for what mmrl calls text, images ...; the first one found counts.
 ALIASES = {
     "text": ("text", "question", "prompt", "problem", "query", "instruction"),
     "images": (
@@ -54,8 +54,7 @@ def _is_talk(value: Any) -> bool:
 
 
 def plain(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
-    """Read a row of named values; ``columns`` says which name holds what. Other values stay as they
-    are."""
+    """Read a row of named values; ``columns`` maps names. Other values stay as they are."""
     row = _checked(row) if columns else _instructed(_checked(row))
     prompt = dict(row)
     for ours in {**ALIASES, **columns}:
@@ -79,8 +78,8 @@ def plain(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
 
 
 def _refuse_thought(name: str, value: Any) -> None:
-    """Raise ValueError for a solution that is a response with its thought: rewards would look for
-    all of it, as in multimodal-open-r1."""
+    """Raise ValueError for a solution that is a response with its thought, as in
+    multimodal-open-r1: rewards would expect all of it."""
     if isinstance(value, str) and "<think>" in value and "<answer>" in value:
         raise ValueError(
             f"its {name} is a whole response with a thought; name the column that rewards compare "
@@ -89,8 +88,8 @@ def _refuse_thought(name: str, value: Any) -> None:
 
 
 def _refuse_unread(prompt: Mapping[str, Any]) -> None:
-    """Raise ValueError where pictures stand under names that are not read, and the question has
-    none, as in MMMU (image_1, image_2)."""
+    """Raise ValueError if pictures are in columns that are not read, and the question has none, as
+    in MMMU (image_1, image_2)."""
     if any(prompt.get(name) is not None for name in ("images", "video")):
         return
     names = [name for name in prompt if PICTURED.search(name) and _is_picture(prompt[name])]
@@ -110,8 +109,8 @@ def _is_picture(value: Any) -> bool:
 
 
 def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with the answer where verl has it. Raises ValueError for marks of ms-swift, in
-    whose place other values of the row belong."""
+    """Return a row with the answer from where verl keeps it. Raises ValueError for placeholders of
+    ms-swift, which other values of the row replace."""
     prompt = dict(row)
     _refuse_marks(row)
     if row.get("history"):
@@ -134,8 +133,8 @@ def _refuse_marks(row: Mapping[str, Any]) -> None:
 
 
 def _instructed(prompt: dict[str, Any]) -> dict[str, Any]:
-    """Read Alpaca's columns: what is asked is ``instruction``, and ``input`` below it; the answer
-    is ``output``."""
+    """Read Alpaca's columns: the question is ``instruction`` followed by ``input``, the answer is
+    ``output``."""
     instruction = prompt.get("instruction")
     if not isinstance(instruction, str) or "output" not in prompt:
         return prompt
@@ -178,8 +177,8 @@ def conversation(row: Mapping[str, Any], columns: Mapping[str, str]) -> Prompt:
 
 
 def _exchange(turn: Any) -> list[Any]:
-    """Return a turn, or the two of a question and its answer by their roles, as ms-swift and The
-    Cauldron have them."""
+    """Return a turn, or two turns for a question with its answer, as in ms-swift and The
+    Cauldron."""
     if not isinstance(turn, Mapping) or {"role", "from"} & turn.keys():
         return [turn]
     pair: list[Any] = [
@@ -211,7 +210,7 @@ def _turn(turn: Any, index: int) -> dict[str, Any]:
 
 
 def _part(part: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part as chat templates know it; parquet fills absent keys with None."""
+    """Return a part as chat templates expect it; parquet fills absent keys with None."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") or next(
@@ -241,8 +240,8 @@ def _list(value: Any, name: str) -> list[Any]:
 
 
 def coco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
-    """Read detection data: a prompt an image, its boxes and labels; crowds are left out, and images
-    without any box."""
+    """Read detection data: a prompt per image, with boxes and labels; crowds, and images without
+    any box, are left out."""
     names = {kind["id"]: kind["name"] for kind in content.get("categories", ())}
     text = (question or DETECT).format(labels=", ".join(dict.fromkeys(names.values())))
 
@@ -259,8 +258,8 @@ def coco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[str
 
 
 def refcoco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
-    """Read referring expressions: a prompt an expression (``caption``, or ``sentences``), and the
-    box of what it means."""
+    """Read referring expressions: a prompt per expression (``caption``, or ``sentences``), with the
+    box of its object."""
 
     def prompt(image: Mapping[str, Any], entry: Mapping[str, Any], expression: str) -> Prompt:
         text = (question or REFER).format(expression=expression)
@@ -299,8 +298,7 @@ EXPRESSIONS = ("caption", "expression", "ref", "sentences")
 
 
 def expressions(record: Any) -> list[str]:
-    """List what a row or annotation of referring data calls its object; none where it has no
-    texts."""
+    """List the expressions of a row or annotation of referring data; none if it has no texts."""
     known = record if isinstance(record, Mapping) else {}
     value: Any = next((known[key] for key in EXPRESSIONS if known.get(key)), [])
     several = value if isinstance(value, (list, tuple)) else [value]
@@ -325,8 +323,8 @@ MOST = 1e9  # pixels; also refuses infinity, NaN, and integers that no float can
 
 def check(prompt: Mapping[str, Any], ordered: bool = False) -> None:
     """Raise ValueError for malformed boxes, and for a different number of labels. Where they lie,
-    and whether they are corners, is looked at for all rows together (``mmrl.data.vision.boxes``),
-    or here if ``ordered``."""
+    and whether they are corners, is checked for all rows together (``mmrl.data.vision.boxes``), or
+    here if ``ordered``."""
     boxes = prompt.get("boxes")
     if boxes is None:
         return

@@ -1,4 +1,4 @@
-"""Turns multiple-choice questions around, so that several options are right (TW-GRPO)."""
+"""Inverts multiple-choice questions, so that several options are right (TW-GRPO)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NEGATED = {
     "were": "weren't",
 }
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-MARK = r"\s*\(?{letter}[).:]?\s+"  # what stands before an option's text
+MARK = r"\s*\(?{letter}[).:]?\s+"  # what precedes an option's text
 
 
 def inverted(prompts: Sequence[Prompt], share: float, seed: int = 0) -> list[Prompt]:
-    """Invert a random ``share`` of the questions that can be: all others stay as they are.
+    """Invert a random ``share`` of the questions that can be inverted; others stay as they are.
 
     Dang et al. 2025, question-answer inversion: the verb that is the question's second word is
     negated, the right option becomes wrong and the wrong ones right, of which a random number, at
@@ -43,7 +43,7 @@ def inverted(prompts: Sequence[Prompt], share: float, seed: int = 0) -> list[Pro
 
 
 def _inverted(prompt: Prompt, rng: Rng, draw: float) -> Prompt | None:
-    """Invert one question; None where that cannot be done."""
+    """Invert one question; None if that is impossible."""
     choices = [str(choice) for choice in prompt.get("choices") or ()]
     right = _right(prompt.get("answer"), choices)
     words = _question(str(prompt["text"]), choices).split()
@@ -77,7 +77,7 @@ def _right(answer: object, choices: Sequence[str]) -> int | None:
 
 
 def _question(text: str, choices: Sequence[str]) -> str:
-    """Return the text up to the first of its options, where it lists them."""
+    """Return the text up to the first of its options, if it lists them."""
     for choice in choices[:1]:
         found_at = re.search(MARK.format(letter="A") + re.escape(choice), text)
         if found_at:

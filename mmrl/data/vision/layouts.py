@@ -1,5 +1,5 @@
-"""Brings what published data sets and trainers write in ways of their own to the names and marks
-that are read, and refuses what would be read as something else."""
+"""Normalises names and placeholders of published data sets and trainers, and refuses what would be
+misread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LETTERED = tuple(
 
 
 def usual(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with its media, turns and compared answers where others have them."""
+    """Return a row with its media, turns and compared answers under the usual names."""
     usual_row = {key: value for key, value in row.items() if value is not None}
     for name in TURNS:
         if name in usual_row and (turns := _turns(usual_row[name])):
@@ -42,7 +42,7 @@ def usual(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turns(value: Any) -> list[Any] | None:
-    """Return turns that are written as a JSON text, as MM-Eureka has them; None: they are none."""
+    """Return turns that are written as a JSON text, as in MM-Eureka; None: it is none."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             value = loads(value.strip())
@@ -53,7 +53,7 @@ def _turns(value: Any) -> list[Any] | None:
 
 
 def _said(answer: Any) -> Any:
-    """Return what a turn of the assistant says; other answers as they are."""
+    """Return the content of an assistant's turn; other answers as they are."""
     turn = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
     if not isinstance(turn, Mapping):
         return answer
@@ -64,7 +64,7 @@ def _said(answer: Any) -> Any:
 
 
 def marked(prompt: Prompt) -> Prompt:
-    """Write the places of media as <image> and <video> where a text numbers its pictures, or has
+    """Write placeholders as <image> and <video> if a text numbers its pictures, or has
     LLaVA-Video's <image> for its clip. Raises ValueError for other numbers."""
     texts = list(_texts(prompt))
     numbers = [int(number) for text in texts for number in NUMBERED.findall(text)]
@@ -96,7 +96,7 @@ def _texts(prompt: Prompt) -> list[str]:
 
 
 def _written(prompt: Prompt, write: Callable[[str], str]) -> Prompt:
-    """Return a prompt whose texts are written otherwise."""
+    """Return a prompt with its texts rewritten by ``write``."""
     changed = dict(prompt) | {"text": write(prompt["text"])}
     if "messages" in prompt:
         changed["messages"] = [
@@ -112,8 +112,8 @@ def _content(content: Any, write: Callable[[str], str]) -> Any:
 
 
 def refuse_unshown(prompt: Prompt) -> None:
-    """Raise ValueError for an answer that is the place or the letter of an option which the
-    question does not show: nobody could know it, or rewards would look for a number."""
+    """Raise ValueError for an answer that is the index or the letter of an option which the
+    question does not show: it could not be known, or rewards would expect a number."""
     answer = prompt.get("answer")
     for name, options in _options(prompt):
         number = str(answer) if isinstance(answer, (int, str)) and answer is not True else ""

@@ -1,5 +1,5 @@
-"""Registers the data source ``paired``: something to understand and something to generate, drawn
-together (PairUni)."""
+"""Registers the data source ``paired``: a prompt to understand and one to generate, drawn together
+(PairUni)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pairs(Epochs):
             self.pairs.setdefault(prompt["pair"], []).append(i)
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
-        """Return ``count`` prompts, neighbours being a pair."""
+        """Return ``count`` prompts, two consecutive ones being a pair."""
         if count % 2:
             raise UserError(
                 f"train.prompts_per_iteration {count}: pairs have two prompts each, so it "
@@ -47,7 +47,7 @@ class Pairs(Epochs):
 
 
 def families(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Map the name of each pair to one name for all pairs that share a prompt, over any number of
+    """Map each pair's name to one name for all pairs that share a prompt, directly or through
     others: none of them may be trained on while another is held out."""
     name = {prompt["pair"]: prompt["pair"] for prompt in prompts}
 

@@ -1,8 +1,8 @@
-"""Checks points against their pictures, as ``boxes`` does boxes, and finds out in which space a
-data set wrote them.
+"""Checks points against their pictures, as ``boxes`` does boxes, and detects the coordinate space
+of a data set.
 
-A point in the wrong space earns 0 whatever is answered. Its two numbers say less than the four of a
-box: whether x stands first is seen only where pictures are not square.
+A point in the wrong space earns 0 for every answer. Its two numbers tell less than the four of a
+box: whether x comes first can be seen only if pictures are not square.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST = 1e9  # pixels; also refuses infinity, NaN, and integers that no float can
 
 @dataclass(frozen=True)
 class Judged:
-    """Holds what was found out about the boxes or points (``noun``) of one space."""
+    """Holds the findings about the boxes or points (``noun``) of one space."""
 
     noun: str
     space: str
@@ -44,8 +44,8 @@ class Judged:
     verdict: Verdict
 
     def likely(self) -> str:
-        """Say which space they are likely of, with the evidence and the remedy; "" if of their
-        own."""
+        """Name the space they are likely in, with the evidence and the remedy; "" if it is the
+        declared one."""
         name, _, evidence = self.verdict.likely.partition(": ")
         return f"look like {name}: {evidence}; {boxes.remedy(name)}" if name else ""
 
@@ -65,7 +65,7 @@ def compared(prompts: Sequence[Prompt], sizes: Callable[[int], Size | None]) -> 
 
 
 def judge(placed: Sequence[Placed], space: str) -> Verdict:
-    """Compare points that are said to be [x, y] in ``space`` with their pictures."""
+    """Compare points that are declared to be [x, y] in ``space`` with their pictures."""
     if not placed:
         return Verdict({})
     outside = [each for each in placed if not inside(each, space, each.box)]
@@ -77,8 +77,7 @@ def judge(placed: Sequence[Placed], space: str) -> Verdict:
 def placed_points(
     prompts: Sequence[Prompt], sizes: Callable[[int], Size | None]
 ) -> dict[str, list[Placed]]:
-    """List the points of prompts, as boxes without sides, by the space that each says they are
-    in."""
+    """List the points of prompts, as boxes of zero size, by the space that each prompt declares."""
     by_space: dict[str, list[Placed]] = {}
     for number, prompt in enumerate(prompts):
         points = listed(prompt)
@@ -95,16 +94,16 @@ def placed_points(
 
 
 def listed(prompt: Mapping[str, Any]) -> list[Sequence[float]]:
-    """Return ``points`` of a prompt, else its ``point``, as rewards do; none where it has none."""
+    """Return ``points`` of a prompt, else its ``point``, as rewards do; none if it has neither."""
     points = prompt.get("points")
     points = [prompt.get("point")] if points is None else points
     return [point for point in points if _is_point(point)] if _is_list(points) else []
 
 
 def read(prompt: Prompt) -> Prompt:
-    """Read points that stand in a text, as answers are written, or as {x, y} or {point_2d}.
+    """Read points from a text, as answers are written, or from {x, y} or {point_2d}.
 
-    What is no coordinates at all (words, a count) may be meant otherwise, and stays. Raises
+    What has no coordinates at all (words, a count) may mean something else, and stays. Raises
     ValueError for coordinates that are no points.
     """
     changed: Prompt = {}
@@ -124,8 +123,7 @@ def _literal(value: Any) -> Any:
 
 
 def _has_coordinates(value: Any) -> bool:
-    """Tell what is meant for coordinates from words and numbers that a field of that name may
-    hold."""
+    """Tell whether a value is meant as coordinates, not as words or a number."""
     if _is_list(value):
         return any(is_number(entry) or _has_coordinates(entry) for entry in value)
     return isinstance(value, Mapping)
@@ -154,8 +152,8 @@ def _is_list(value: Any) -> bool:
 
 
 def _otherwise(placed: Sequence[Placed], space: str, outside: int) -> str:
-    """Name the space in which all these points would be right, where they are not in the one that
-    the data are said to have; with the evidence."""
+    """Name the space in which all these points would be right if they are wrong in the declared
+    one, with the evidence."""
     count = len(placed)
     numbers = [number for each in placed for number in each.box]
     low, high = min(numbers), max(numbers)
@@ -176,13 +174,13 @@ def _otherwise(placed: Sequence[Placed], space: str, outside: int) -> str:
 
 
 def _fits_swapped(each: Placed, space: str) -> bool:
-    """Tell whether a point lies in its picture if y stands first."""
+    """Tell whether a point lies in its picture if y comes first."""
     y, x = each.box[:2]
     return space == "original" and each.size is not None and inside(each, space, (x, y, x, y))
 
 
 def _doubt(placed: Sequence[Placed], space: str) -> str:
-    """Voice what only many points can suggest: along large sides all end at 1000."""
+    """Report what only many points can suggest: along large sides all end at 1000."""
     if space != "original":
         return ""
     along = [

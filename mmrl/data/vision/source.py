@@ -45,7 +45,7 @@ class Vision:
     question: what is asked of COCO data, with {labels} or {expression} in it. system: a system
     message for all. held_out: a second file, a split, or the share of the images to hold out; by
     default the data's test part, else 5 %. broken: what happens if rows are. invert: share of the
-    multiple-choice questions to train on that are turned around, so that several options are right
+    multiple-choice questions to train on that are inverted, so that several options are right
     (TW-GRPO). filters: which rows are taken, {difficulty: {max: 3}}. limit: rows that are read.
     split, subset, revision: of a data set. streaming: read it as it is loaded, up to limit. scan:
     look at every file before training. max_pixels: of a picture; a larger one is broken.
@@ -93,7 +93,7 @@ class Vision:
             self.train = inverted(self.train, invert)
 
     def kind_of(self, row: Any) -> str:
-        """Tell the format of a row."""
+        """Return the format of a row."""
         if self.format != "auto" or not isinstance(row, Mapping):
             return self.format
         if isinstance(row.get("annotations"), list) and isinstance(row.get("images"), list):
@@ -119,7 +119,7 @@ class Vision:
         return self._boxed(prompt)
 
     def _boxed(self, prompt: Prompt) -> Prompt:
-        """Read boxes that stand in a text, and turn sides into corners if they are sides."""
+        """Read boxes from a text, and convert a corner and sides to corners."""
         if "boxes" not in prompt:
             return prompt
         values = boxes.written(prompt["boxes"])
@@ -155,8 +155,8 @@ class Vision:
         return placed({**self.added, **prompt, "origin": place}, folders[0])
 
     def _folders(self, place: str) -> tuple[Path, ...]:
-        """Return where paths of a row start: in ``images``, else at the row's own file, or in the
-        folder that ``path`` names, as data sets of the Hub have it."""
+        """Return where paths of a row start: in ``images``, else in the folder of the row's file,
+        or in the folder that ``path`` names, as in data sets of the Hub."""
         if self.images is not None:
             return (self.images,)
         return folder_of(place, self.folder), self.folder
@@ -196,7 +196,7 @@ class _Annotated(Intake):
         )
 
     def _questions(self, place: str, row: Any) -> Iterator[Row]:
-        """Yield the place of every question of a COCO file, and a function that makes it."""
+        """Yield the location of every question of a COCO file, and a function that makes it."""
         makers = {"coco": formats.coco, "refcoco": formats.refcoco}
         kind = self.source.kind_of(row)
         if kind not in makers or not isinstance(row, Mapping) or "annotations" not in row:
@@ -219,8 +219,8 @@ class _Annotated(Intake):
             ) from error
 
     def _places(self, prompts: list[Prompt], sizes: list[list[Size]]) -> Mapping[int, str]:
-        """Return what is wrong with boxes and points, by prompt. Raises UserError where all of the
-        data are of another space."""
+        """Return what is wrong with boxes and points, by prompt. Raises UserError if all of them
+        are in another space."""
 
         def size_of(number: int) -> boxes.Size | None:
             index = prompts[number].get("image_index", 0)
@@ -244,7 +244,7 @@ class _Annotated(Intake):
 
 
 def media_of(prompt: Prompt) -> list[Any]:
-    """List the pictures and clips of a prompt, to be looked at before training."""
+    """List the pictures and clips of a prompt, to be checked before training."""
     images = prompt.get("images")
     several = images if isinstance(images, list) else [] if images is None else [images]
     video = prompt.get("video")
@@ -255,8 +255,8 @@ def media_of(prompt: Prompt) -> list[Any]:
 
 
 def picture_of(prompt: Prompt) -> str:
-    """Return the key that a split holds together: one picture or video, so that all questions about
-    it stay on one side; without any, the text."""
+    """Return the key of a split: one picture or video, so that all questions about it stay on one
+    side; without any, the text."""
     first = next(iter([*(prompt.get("images") or ()), *in_messages(prompt)]), prompt.get("video"))
     if first is None:
         return str(prompt["text"])

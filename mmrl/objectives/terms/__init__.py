@@ -1,4 +1,4 @@
-"""Terms of the policy gradient, in the order in which they are asked."""
+"""Terms of the policy gradient, in the order in which they are applied."""
 
 from mmrl.objectives.terms.base import Scored as Scored
 from mmrl.objectives.terms.base import Term as Term
@@ -23,5 +23,5 @@ TERMS: tuple[type[Term], ...] = (
     KLPenalty,
     EntropyBonus,
 )
-# those that mean something for models that write tokens
+# those that apply to models that write tokens
 OF_TOKENS = tuple(term for term in TERMS if term.of != "steps")

@@ -19,36 +19,36 @@ from mmrl.policies.capabilities import capabilities_of
 from samplers.noise import Rng
 
 OF_BOTH = "a sample of this policy has tokens and steps of a picture: leave it out"
-# which terms say nothing about a policy's decisions
+# which terms do not apply to a policy's decisions
 FOREIGN = {"gaussian": "tokens", "categorical": "steps"}
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Holds a point and what the current weights say of its decisions."""
+    """Holds a point and its log-probs under the current weights."""
 
     policy: Policy
     point: Point
     dist: Dist
     logp: Tensor  # [B, L] 0 where nothing is trained on
-    recorded: Tensor  # [B, L] likewise, under the weights that sampled
+    recorded: Tensor  # [B, L] likewise, under the sampling weights
     old: Tensor  # [B, L] what the ratio divides by
     advantage: Tensor  # [B, 1] or [B, L], within ``advantage_clip``
 
 
 @dataclass
 class Term:
-    """Is a part of a policy gradient. Its fields are options of the objective beside the others.
+    """A part of a policy gradient. Its fields are options of the objective.
 
     A subclass fills in what it needs: most have one of ``factor`` and ``add``, and ``unfit``.
     """
 
-    # its options mean nothing for decisions of the other kind; and what to do instead, by option
+    # its options do not apply to decisions of the other kind; what to do instead, by option
     of: ClassVar[Literal["", "tokens", "steps"]] = ""
     instead: ClassVar[Mapping[str, str]] = {}
-    # looks at decisions of several points: ``couples`` says which, for a policy
+    # depends on decisions of several points: ``couples`` says which, for a policy
     regroups: ClassVar[bool] = False
-    # corrects for samples of older weights; learns from finished samples of others
+    # corrects for samples of older weights; learns from demonstrations
     corrects: ClassVar[bool] = False
     imitates: ClassVar[bool] = False
 
@@ -65,7 +65,7 @@ class Term:
         return False
 
     def single_paths(self) -> bool:
-        """Tell whether it looks at whole samples, which must not share steps."""
+        """Tell whether it needs whole samples, which must not share steps."""
         return False
 
     def snapshots(self) -> tuple[str, ...]:
@@ -73,9 +73,9 @@ class Term:
         return ()
 
     def unfit(self, policy: Any, loss: PolicyLoss, coupled: bool) -> Iterator[tuple[str, str]]:
-        """Yield (option, sentence) for what means nothing for a policy, an object or a class.
+        """Yield (option, sentence) for what does not apply to a policy (object or class).
 
-        loss: of the surrogate. coupled: it, or another term, looks at several points at once.
+        loss: of the surrogate. coupled: it, or another term, depends on several points at once.
         """
         decisions = decisions_of(policy)
         if self.of and decisions == "mixed":
@@ -88,33 +88,33 @@ class Term:
     # What is trained on.
 
     def trained(self, rollout: Rollout, rng: Rng) -> Rollout:
-        """Return the rollout whose decisions are trained on, with what the term has to know."""
+        """Return the rollout whose decisions are trained on, with what the term needs."""
         return rollout
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        """Return points of its own, beside those of the path."""
+        """Return additional points of this term, besides those on the path."""
         return ()
 
     # The loss.
 
     def loss(self, policy: Policy, point: Point) -> Tensor | None:
-        """Compute the loss [B, L] of a point of its own; None: the point is not."""
+        """Compute the loss [B, L] of a point of this term; None: the point is another's."""
         return None
 
     def widen(self, scale: Tensor | float, point: Point) -> Tensor | float:
-        """Return what the clip of the ratio is multiplied by, given what it was without."""
+        """Return the factor on the clip of the ratio, given the factor without this term."""
         return scale
 
     def substitute(self, loss: Tensor, at: Scored) -> Tensor:
-        """Return the policy loss [B, L], of some decisions another than the surrogate's."""
+        """Return the policy loss [B, L], with the surrogate's replaced at some decisions."""
         return loss
 
     def factor(self, at: Scored) -> Tensor | None:
-        """Return what the policy loss is multiplied by, [B, 1] or [B, L]; None: 1."""
+        """Return the factor on the policy loss, [B, 1] or [B, L]; None: 1."""
         return None
 
     def add(self, loss: Tensor, at: Scored) -> Tensor:
-        """Return the loss [B, L] with this term in it."""
+        """Return the loss [B, L] with this term added."""
         return loss
 
     # Losses of several points, as in ``Objective``.
@@ -129,7 +129,7 @@ class Term:
         return point
 
     def before_step(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
-        """See ``Objective.weigh``."""
+        """See ``WeighsPoints.before_step``."""
 
     # What happens around the update, as in ``Objective``.
 
@@ -137,28 +137,28 @@ class Term:
         return rewards
 
     def begin_iteration(self, weights: Weights, iteration: int) -> None:
-        """See ``Objective.begin_iteration``."""
+        """See ``MovesSnapshots.begin_iteration``."""
 
     def restarts(self, iteration: int) -> bool:
         return False
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
-        """See ``Objective.adapt``."""
+        """See ``Stateful.adapt``."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what is the term's of the objective's state."""
+        """Restore the term's part of the objective's state."""
 
 
 def decisions_of(policy: Any) -> str:
-    """Return the kind of a policy's decisions; "": it does not say."""
+    """Return the kind of a policy's decisions; "": unknown."""
     can = capabilities_of(policy)
     return "" if can is None else can.decisions
 
 
 def in_one(policy: Any) -> bool:
-    """Tell whether one pass scores all decisions of a sample, as far as the policy says."""
+    """Tell whether one pass scores all decisions of a sample, as far as is known."""
     can = capabilities_of(policy)
     return can is None or (can.decisions != "gaussian" and can.one_pass)

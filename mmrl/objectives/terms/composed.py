@@ -1,4 +1,4 @@
-"""The part of an objective with terms that passes on to them what happens around the update."""
+"""The part of an objective with terms that forwards to them what happens around the update."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T", bound=Term)
 
 
 class Composed(MovesSnapshots, ShapesRewards, WeighsPoints, Stateful):
-    """Holds an objective with terms, whose fields are options of its constructor (``**options``)
-    and whose state it keeps."""
+    """An objective with terms, whose fields are options of its constructor (``**options``) and
+    whose state is saved with it."""
 
     # a subclass may leave some out, or have its own
     term_types: ClassVar[tuple[type[Term], ...]] = ()
 
     def compose(self, options: dict[str, Any]) -> None:
-        """Make the terms, each from its own options. Raises TypeError if some are of none."""
+        """Make the terms, each from its own options. Raises TypeError for options of none."""
         known = {f.name for kind in self.term_types for f in fields(kind)}
         if unknown := options.keys() - known:
             name = type(self).__name__

@@ -18,8 +18,7 @@ Positive = Annotated[float, Gt(0)]
 
 @dataclass(frozen=True)
 class Entropy:
-    """Chooses an entropy bonus: the loss minus weight times the entropy of the token's
-    distribution.
+    """Entropy bonus: the loss minus weight times the entropy of the token's distribution.
 
     With ``target`` (nats a token) the weight adapts (He et al. 2025, Skywork-OR1, section 4): after
     every iteration it rises by ``step`` if the mean entropy was below the target and falls by it
@@ -35,7 +34,7 @@ class Entropy:
 
 @dataclass
 class EntropyBonus(Term):
-    """entropy: of tokens: weight of a bonus, or all its choices."""
+    """entropy: of tokens: weight of a bonus, or all its options."""
 
     entropy: Annotated[float, Ge(0)] | Entropy = 0.0
 
@@ -48,7 +47,7 @@ class EntropyBonus(Term):
         chosen = self.entropy
         self.options = chosen if isinstance(chosen, Entropy) else Entropy(weight=chosen)
         self.entropy = self.options
-        # the weight in force, and what the controller has arrived at
+        # the weight in force, and the controller's state
         self.bonus = self.options.weight if self.options.target is None else 0.0
         self.controlled = self.options.weight
 
@@ -56,7 +55,7 @@ class EntropyBonus(Term):
         return ["entropy"] if self.options != Entropy() else []
 
     def active(self) -> bool:
-        return True  # the entropy is measured anyhow
+        return True  # the entropy is always measured
 
     def moves_all(self) -> bool:
         return bool(self.chosen())
@@ -91,7 +90,7 @@ class EntropyBonus(Term):
 
 
 def measured(at: Scored) -> Tensor:
-    """Return the entropies [B, L], and mention their mean."""
+    """Return the entropies [B, L], and log their mean."""
     entropy = torch.where(at.point.mask, at.dist.entropy(), 0.0)
     observe("entropy", entropy, at.point.sampled_mask())
     return entropy

@@ -1,5 +1,5 @@
-"""Terms of answers and pictures that others made: a supervised loss beside the policy's own
-(CHORD), and a loss without a clip (LUFFY)."""
+"""Terms for demonstrations: a supervised loss added to the policy loss (CHORD), and a loss without
+a clip (LUFFY)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from samplers.noise import Rng
 
 @dataclass(frozen=True)
 class Supervision:
-    """Adds the supervised loss of answers that somebody else wrote: (1 - mu) L_RL + mu L_SFT, each
-    a mean over its own decisions (with ``train.loss_agg_mode: token_mean``).
+    """Adds the supervised loss of demonstrations: (1 - mu) L_RL + mu L_SFT, each a mean over its
+    own decisions (with ``train.loss_agg_mode: token_mean``).
 
     Zhang et al. 2025, "On-policy RL meets off-policy experts: Harmonizing supervised fine-tuning
     and reinforcement learning via dynamic weighting" (CHORD). mu rises in ``warmup_iterations``
     iterations from 0 to ``peak`` and falls in ``decay_iterations`` on a half cosine to ``valley``;
     a step of the paper is an iteration, one batch of samples, as in the authors' code. phi: every
-    token's loss is weighed by p (1 - p), p the policy's own probability of it, without its gradient
+    token's loss is weighted by p (1 - p), p the policy's probability of it, without gradient
     (CHORD-phi, with mu constant: valley as peak).
 
-    Of flow and diffusion models nobody knows the steps to somebody else's picture: their supervised
-    loss is that of objective ``sft``, the mean square of the output less its target at fresh noise,
-    one even draw of a time a picture.
+    For flow and diffusion models the denoising path of an external image is unknown: the supervised
+    loss is that of objective ``sft``, the mean squared error of the output at fresh noise, at one
+    uniformly drawn time per image.
     """
 
     peak: Annotated[float, Ge(0), Le(1)] = 0.9
@@ -57,7 +57,7 @@ class Supervision:
         return self.valley + (self.peak - self.valley) * (1 + math.cos(math.pi * share)) / 2
 
     def loss(self, logp: Tensor) -> Tensor:
-        """Return [B, L]: -log p, or with ``phi`` weighed."""
+        """Return [B, L]: -log p, weighted with ``phi``."""
         if not self.phi:
             return -logp
         p = logp.detach().exp()
@@ -66,7 +66,7 @@ class Supervision:
 
 @dataclass
 class Imitation(Term):
-    """sft: the supervised loss of answers that others wrote (CHORD, ``demonstrations``)."""
+    """sft: the supervised loss of demonstrations (CHORD, stage ``demonstrations``)."""
 
     sft: Supervision | None = None
 
@@ -74,7 +74,7 @@ class Imitation(Term):
     imitates = True
 
     def __post_init__(self) -> None:
-        self.scales = (1.0, 1.0)  # of own decisions and of pictures of others, in this step
+        self.scales = (1.0, 1.0)  # of own decisions and of external images, in this step
         self.iteration = 0
 
     def moves_all(self) -> bool:
@@ -88,7 +88,7 @@ class Imitation(Term):
         if coupled:
             yield "sft", "it needs a loss of single decisions: choose ppo without top_entropy"
 
-    # Of flow and diffusion models: pictures of others, at fresh noise.
+    # Flow and diffusion models: external images, at fresh noise.
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterator[Point]:
         expert = rollout.provenance.is_ground_truth
@@ -106,8 +106,8 @@ class Imitation(Term):
         return self.scales[1] * self.sft.mu(self.iteration) * error
 
     def before_step(self, masks: Sequence[tuple[Tensor, bool]]) -> None:
-        """Scale decisions on the path and pictures of others to means over their own numbers, of
-        all processes."""
+        """Scale decisions on the path and external images to means over their own counts, over all
+        processes."""
         device = masks[0][0].device if masks else None
         counts = torch.zeros(2, dtype=torch.float64, device=device)
         for mask, renoised in masks:
@@ -116,14 +116,14 @@ class Imitation(Term):
         total = decisions + pictures
         self.scales = (total / max(decisions, 1), total / max(pictures, 1))
 
-    # Of models that write tokens: answers of others, each token's weight that of its own mean.
+    # Models that write tokens: demonstrations, averaged over their own tokens.
 
     def couples(self, policy: Policy) -> Literal["", "rows"]:
         return "" if decisions_of(policy) == "gaussian" else "rows"
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """Say how much a decision counts, so that the supervised loss and the other are means over
-        their own decisions, those of all processes."""
+        """Weight every decision so that the supervised and the policy loss are each a mean over
+        their own decisions on all processes."""
         expert = written_by_others(point)[:, None]
         counts = torch.stack([(point.mask & ~expert).sum(), (point.mask & expert).sum()])
         counts = all_sum(counts).to(point.recorded)
@@ -132,8 +132,8 @@ class Imitation(Term):
         return point.replace(coupling=TokenWeights(weight=weight))
 
     def add(self, loss: Tensor, at: Scored) -> Tensor:
-        """Return [B, L]: (1 - mu) of the policy loss, mu of the supervised one on answers of
-        others."""
+        """Return [B, L]: (1 - mu) of the policy loss, mu of the supervised loss on
+        demonstrations."""
         if self.sft is None:
             return loss
         point = at.point
@@ -159,8 +159,8 @@ class Imitation(Term):
 
 @dataclass
 class Shaping(Term):
-    """shaping: of tokens: gamma of -A rho / (rho + gamma), the loss of answers that others wrote
-    and of guided ones (the stage ``refinement``), which is not clipped: LUFFY (0.1), RGR-GRPO."""
+    """shaping: of tokens: gamma of -A rho / (rho + gamma), the unclipped loss of demonstrations and
+    of guided answers (stage ``refinement``): LUFFY (0.1), RGR-GRPO."""
 
     shaping: Annotated[float, Gt(0)] | None = None
 

@@ -1,5 +1,5 @@
-"""When another engine, or older weights, sampled: weights and masks that keep the gradient
-honest."""
+"""Off-policy correction for samples of another engine or of older weights: weights and masks that
+keep the gradient unbiased."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Importance:
     clip_mode: Literal["multiplicative", "additive"] = "multiplicative"
 
     def of_samples(self, rollout: Rollout) -> Rollout:
-        """Add what ``weight`` has to know of whole samples, whose decisions may be scored in
-        several passes."""
+        """Add what ``weight`` needs of whole samples, whose decisions may be scored in several
+        passes."""
         sampler_logprob = rollout.provenance.sampler_logprob
         if self.level == "token" or sampler_logprob is None:
             return rollout
@@ -53,14 +53,14 @@ class Importance:
         return rollout.replace(provenance=rollout.provenance.replace(sample_log_ratio=gap))
 
     def weight(self, point: Point) -> Tensor:
-        """Return [B, L]: 1 where the policy sampled by itself."""
+        """Return [B, L]: the weight; 1 where the policy itself sampled."""
         sampler_logprob = point.provenance.sampler_logprob
         if sampler_logprob is None:
             return torch.ones_like(point.recorded)
         gap = point.recorded - sampler_logprob
         if self.level != "token":
             whole = point.provenance.sample_log_ratio
-            assert whole is not None  # ``of_samples`` went before
+            assert whole is not None  # ``of_samples`` was called before
             gap = whole[:, None].expand_as(gap)
         weight = gap.clamp(max=60.0).exp()
         observe("importance", weight, point.mask)
@@ -77,7 +77,7 @@ class Importance:
 
 @dataclass
 class ImportanceSampling(Term):
-    """importance_sampling: correction for another engine, or for older weights, that sampled."""
+    """importance_sampling: correction for samples of another engine or of older weights."""
 
     importance_sampling: Importance | None = None
 

@@ -26,7 +26,7 @@ from mmrl.policies.contracts import Remasks
 
 @dataclass
 class KLPenalty(Term):
-    """kl: weight of the KL to the reference, or all its choices."""
+    """kl: weight of the KL to the reference, or all its options."""
 
     kl: Annotated[float, Ge(0)] | KL = 0.0
 
@@ -86,7 +86,7 @@ class KLPenalty(Term):
         if not self.options.corrected:
             return kl
         ratio = (at.logp - at.old).exp()
-        # the gradient of the other estimators is whole already
+        # the gradient of the other estimators is complete already
         return kl * (ratio if self.options.divergence == "reverse" else ratio.detach())
 
     def _far(self, reference: Dist, at: Scored) -> Tensor:
@@ -99,7 +99,7 @@ class KLPenalty(Term):
 
     @torch.no_grad()
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
-        """Return the rewards, less the KL of every sampled sequence if that is where it goes."""
+        """Return the rewards, minus the KL of every sampled sequence with ``where: reward``."""
         if self.options.where != "reward":
             return rewards
         return self.held.in_reward(policy, rollout, rewards)

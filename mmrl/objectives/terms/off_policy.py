@@ -1,4 +1,4 @@
-"""The term that leaves out bad answers which the policy hardly gives any more."""
+"""The term that masks bad answers which have become unlikely under the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terms that choose and weigh decisions: a share of a step's tokens, or of a row's timesteps."""
+"""Terms that select and weight decisions: a share of a step's tokens, or of a row's timesteps."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_flux_without_noise_is_the_family_written_by_hand(guidance):
 
 
 def test_a_state_between_the_pipelines_times_is_seen_at_its_own():
-    """Re-noised states have times of their own, each row another."""
+    """Re-noised states have their own times, different for each row."""
     family, replayed = both("flux")
     rng = Rng.of("state")
     x = rng.normal(torch.arange(3), family.shape, 0, torch.float32)

@@ -196,7 +196,7 @@ def test_a_state_between_its_times_is_seen_at_its_own():
         own, other = (p.velocity(x, t, p.encode(PROMPTS)) for p in policies)
         ends = policies[0].velocity(x, torch.tensor([1.0, 0.0]), policies[0].encode(PROMPTS))
     torch.testing.assert_close(other, own, atol=1e-4, rtol=1e-4)
-    assert ends.isfinite().all()  # told as the largest and the smallest sigma
+    assert ends.isfinite().all()  # passed as the largest and the smallest sigma
 
 
 def test_a_video_goes_on_from_the_frames_of_a_prompt():
@@ -324,8 +324,8 @@ def test_without_the_package_it_is_one_sentence_that_names_both_remedies():
 
 
 def test_a_package_that_cannot_be_imported_is_one_sentence(tmp_path):
-    """Such as one that was installed without what it needs; in a process of its own, which has not
-    imported the pipeline."""
+    """Such as one installed without its dependencies; in a separate process, which has not imported
+    the pipeline."""
     (tmp_path / "cosmos_guardrail.py").write_text("raise ImportError('no cv2 here')")
     words = f"""
 import sys

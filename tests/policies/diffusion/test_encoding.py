@@ -1,4 +1,4 @@
-"""Pictures and videos that somebody made become the latents that a family's decoder takes."""
+"""External images and videos are encoded to the latents that a family's decoder takes."""
 
 from types import SimpleNamespace
 

@@ -10,7 +10,7 @@ from tests.fixtures import toys
 
 
 def test_evaluation_takes_its_own_steps_and_training_keeps_its_own():
-    """The samples are those of a policy that always takes so many."""
+    """The samples are those of a policy that always takes that many steps."""
     fine = toys.make("flow", steps=12)
     coarse = toys.make("flow", steps=4, evaluation_steps=12)
     prompts = toys.prompts(3)

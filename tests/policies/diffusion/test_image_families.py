@@ -273,8 +273,8 @@ def bright(media, prompts):
 
 def test_rocm_follows_the_reward_through_the_steps_of_a_real_consistency_model():
     """configs/lcm/rocm on a small LatentConsistencyModelPipeline. The steps that the objective
-    takes again are those of a rollout with the same noise under the weights of now, also when these
-    have moved since."""
+    takes again are those of a rollout with the same noise under the current weights, also when
+    these have moved since."""
     small = [
         "size=16",
         "steps=3",

@@ -699,7 +699,7 @@ def drawn(rows, columns, seed):
 
 def joined_layers(width, names, seed):
     """Pairs of modules of FLUX's first code and what they change in diffusers' network; ``names``:
-    of the joined query, key and value, and of the projection behind them."""
+    of the joined query, key and value, and of the projection after them."""
     block = "transformer_blocks.0.attn"
     layers, meant = {}, {}
     for key, parts in names.items():

@@ -1,5 +1,5 @@
-"""MiniMax H3 by the policy ``pipeline``: its video and its sound, at times of their own, are one
-decision, and what its own blocks give."""
+"""MiniMax H3 by the policy ``pipeline``: its video and its sound, each at its own times, are one
+decision, and what the pipeline's blocks give."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def called(pipe, noise, text, steps=STEPS, **call):
 
 
 def agree(policy, pipe, atol=1e-4, **call):
-    """The media of the noiseless policy, which are those of its own blocks."""
+    """The media of the noiseless policy, which are those of the pipeline's blocks."""
     with torch.no_grad():
         media = policy.decode(evaluated(policy))
     videos = []

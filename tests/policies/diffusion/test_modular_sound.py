@@ -221,7 +221,8 @@ def echo_blocks(place=None):
 
 
 def echo_alone(noises, place=None, sigmas=SIGMAS):
-    """The video and the sound of its own blocks, which draw these numbers [B, 400] in turn."""
+    """The video and the sound of the pipeline's blocks, which draw these numbers [B, 400] in
+    turn."""
     return echo_called(echo_blocks(place), noises, sigmas)
 
 

@@ -1,5 +1,5 @@
-"""Runs whose steps draw no noise are refused where the objective looks at such steps, in one
-sentence; evaluation, drawing and objectives of finished samples need none."""
+"""Runs whose steps draw no noise are refused in one sentence if the objective trains on such steps;
+evaluation, drawing and objectives of finished samples need none."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_window_that_holds_a_step_with_noise_is_trained(options):
 
 
 def test_a_loss_of_groups_by_denoising_errors_reads_finished_samples():
-    """Its class looks at decisions; built with draws of its own noise it looks at none."""
+    """Its class trains on decisions; built with draws of fresh noise it trains on none."""
     by_errors, by_path = DPO(num_noise_draws=2), DPO()
     assert (by_errors.requires.states_read(), by_path.requires.states_read()) == (
         "sample",

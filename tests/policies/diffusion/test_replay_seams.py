@@ -227,7 +227,7 @@ def test_noise_before_decoding_is_the_rows_own(tmp_path):
 
 
 def test_copies_look_for_weights_that_reach_no_output():
-    """DDP ends in the second step where it is not told to; check_shards.py runs it."""
+    """DDP fails in the second step if it is not configured for it; check_shards.py runs it."""
     policy = make("qwen_image", steps=2)
     trained = {name for name, p in policy.net.named_parameters() if p.requires_grad}
     assert trained - gradient(policy).keys() and policy.find_unused_parameters

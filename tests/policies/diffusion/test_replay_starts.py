@@ -25,7 +25,7 @@ def half():
 
 
 def test_a_pipeline_begins_where_its_strength_says(half):
-    """And is told the time of a state between its own times, wherever it begins."""
+    """And is given the time of a state between its own times, wherever it begins."""
     assert half.times.tolist() == pytest.approx([0.75, 0.5, 0])  # of 4 steps at shift 3: 1, 0.9 ...
     assert len(half.evaluation_times) == 4
     whole = make("z_image-from", SIZE | {"strength": 1.0}, steps=4)

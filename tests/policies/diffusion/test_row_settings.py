@@ -1,5 +1,5 @@
 """What families read of a row besides its text: a negative prompt, as diffusers has it; what they
-do not read is said before training."""
+do not read is reported before training."""
 
 import json
 import logging
@@ -166,7 +166,7 @@ def test_settings_that_cannot_be_meant_are_refused_with_their_row(setting, words
 
 
 def test_all_rows_with_such_settings_are_in_one_list_and_may_be_left_out():
-    """Beside what else is wrong with rows; a size that is wrong of several rows is said once."""
+    """Along with what else is wrong with rows; a wrong size of several rows is reported once."""
     policy = folders.make("sd")
     settings = [{"size": 17}, {"seed": -1}, {}, {"size": 17}, {"guidance_scale": "high"}, {}]
     rows = [

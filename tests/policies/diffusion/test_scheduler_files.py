@@ -292,7 +292,7 @@ def test_every_class_of_diffusers_is_held_to_its_own_flow_times_or_refused(tmp_p
     assert taken == set(schedulers.FLOWS)
 
 
-# families with a scheduler of their own: its class, and settings of its files
+# families with their own scheduler: its class, and settings of its files
 OWN = {
     "lcm": ("LCMScheduler", SCALED, {"size": 16}),
     "cogvideox": (

@@ -283,8 +283,8 @@ def test_a_tree_compared_node_by_node():
 
 @pytest.mark.parametrize("fusion", ["mean", "path"])
 def test_no_edge_is_lost_where_rollouts_are_joined(fusion):
-    """Parts of a rollout, and groups that took the place of others, have edges by other names than
-    their rows."""
+    """Parts of a rollout, and groups that replaced others, have edges with other ids than their
+    rows."""
     policy, rollout = grown(copies=4)
     reward = Rng.of("reward").normal(torch.arange(12), dtype=torch.float64)
     wanted = Branch(fusion=fusion, alpha=0.7)(reward, rollout)

@@ -321,7 +321,7 @@ def test_a_clip_teaches_what_follows_its_own_first_frame(name, tmp_path):
     # sampled from such a row a video begins there too
     cond = policy.encode([row])
     torch.testing.assert_close(cond["condition"], rollout.cond["condition"][:1])
-    stretched = policy.encode([rows[1]])["condition"]  # an image of its own as diffusers takes it
+    stretched = policy.encode([rows[1]])["condition"]  # an own image as diffusers takes it
     assert (stretched - cond["condition"]).abs().max() > 0.01
     for answer in ("7", 7, [7]):
         with pytest.raises(UserError, match="under 'answer' it may be left out"):

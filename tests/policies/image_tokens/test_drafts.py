@@ -66,7 +66,7 @@ def slow(policy, rollout, rng, forced):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_is_read_in_one_pass_and_drawn_on_from_what_is_kept(kind, size):
     """Rows keep 0, 1, 2 ... tokens; tokens, log-probs and quantities are those of writing all of
-    them again; no kept block makes a pass of its own."""
+    them again; no kept block makes a separate pass."""
     make, options = KINDS[kind]
     policy = make(**options, **RECORDS)
     policy.pass_sizes.rows = size

@@ -1,5 +1,5 @@
-"""LlamaGen's and VAR's transformers against their published definitions, written down once more, a
-head at a time."""
+"""LlamaGen's and VAR's transformers against their published definitions, written again, a head at a
+time."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def attention(q, k, v, seen, scale):
 
 
 def var_inputs(w, codebook, convs, sides, label, ids):
-    """[L, C]: the class, then what each next scale is told of the image so far."""
+    """[L, C]: the class, then each next scale's input from the image so far."""
     x = [w["class_emb.weight"][label][None] + w["pos_start"][0]]
     last = sides[-1]
     start = 0
@@ -122,7 +122,7 @@ def test_var_is_what_was_published(together, tmp_path):
 
 @torch.no_grad()
 def test_vars_guidance_is_what_was_published(tmp_path):
-    """Against the class behind the last one, from none at the first scale to ``guidance`` - 1 = 3
+    """Against the class after the last one, from none at the first scale to ``guidance`` - 1 = 3
     at the last."""
     sides = (1, 2, 3)
     ids = every(2, 14)[[4711, 9001]]
@@ -194,7 +194,7 @@ def llamagen_logits(w, condition, ids, heads, grid):
 
 
 def conditions(policy, text, prompt):
-    """[n, C] of a prompt, and of none: the class behind the last one, or a learnt text as long as
+    """[n, C] of a prompt, and of none: the class after the last one, or a learnt text as long as
     the prompt."""
     w, (inputs,) = policy.net.state_dict(), policy.encode([prompt])
     if not text:

@@ -1,5 +1,5 @@
 """``block_causal``: LLaDA2's blocks, against diffusers' LLaDA2Pipeline, with a model that brings
-code of its own."""
+its own code."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Masked language models: blocks, exact likelihoods, rows that depend on nobody else."""
+"""Masked language models: blocks, exact likelihoods, rows that do not depend on others."""
 
 import pytest
 import torch
@@ -129,8 +129,8 @@ def pictured(**options):
 
 
 def test_the_network_sees_codes_between_their_marks():
-    """Prompt with its text, codes from ``first`` on and the mask token for hidden ones, what is
-    behind."""
+    """Prompt with its text, codes from ``first`` on with the mask token for hidden ones, and what
+    follows."""
     policy = pictured()
     ids = torch.tensor([[0, 12, 11, 12]])
     cond = policy.encode(PROMPTS)

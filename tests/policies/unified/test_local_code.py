@@ -296,7 +296,7 @@ def test_in_shards_every_process_makes_the_passes_of_the_busiest(monkeypatch):
         monkeypatch.setattr(module, "sharded", lambda net: True)
     monkeypatch.setattr(local_flow.distributed, "any_of", lambda flag: True)
     policy = flow(fixed_batch_rows=2)
-    policy.unseen = False  # the first look makes passes of its own
+    policy.unseen = False  # the first check makes additional passes
     policy.model.stops = tuple(range(29))  # all end at once
     passes_made = []
     policy.net.register_forward_hook(lambda net, args, output: passes_made.append(args[0]))

@@ -114,7 +114,7 @@ def test_answers_that_are_remembered_keep_their_routes(policy, rollout):
     entry = Remembered(0, 3, rows, Rewards({"r": torch.ones(3)}))
     (again,) = unpacked(*packed([entry]))
     assert torch.equal(again.rollout.tokens.routes, rows.tokens.routes)
-    cond, _ = policy.recall(prompts()[:1])  # its prompt is read anew, by the routers' choice
+    cond, _ = policy.recall(prompts()[:1])  # its prompt is re-encoded, by the routers' choice
     replayed = again.rollout.replace(cond=cond, group=torch.zeros_like(rows.group))
     assert (logprobs(policy, replayed) - rows.logprob)[rows.mask].abs().max() < 1e-5
 

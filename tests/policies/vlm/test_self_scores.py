@@ -1,4 +1,4 @@
-"""What a vision-language policy says of its own answers: SAR and LaSeR."""
+"""Scores of a vision-language policy for its own answers: SAR and LaSeR."""
 
 import math
 from statistics import fmean

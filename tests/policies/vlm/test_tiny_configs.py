@@ -48,7 +48,8 @@ def test_a_cut_configuration_is_small(name):
 
 
 def test_layers_are_chosen_by_kind():
-    """By hand: of eight layers, the last four read keys of others, every fourth attends in full."""
+    """By hand: of eight layers, the last four share keys of others, every fourth has full
+    attention."""
     config = {
         "num_hidden_layers": 8,
         "num_kv_shared_layers": 4,

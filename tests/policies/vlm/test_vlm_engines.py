@@ -1,5 +1,5 @@
-"""Engines that sample by themselves, as far as no vLLM is needed: what is asked of any, and what is
-said where an engine cannot be used. The real vLLM: test_vllm_local.py, test_vllm_server.py."""
+"""Sampling engines, as far as no vLLM is needed: what any must do, and the message if one cannot be
+used. The real vLLM: test_vllm_local.py, test_vllm_server.py."""
 
 import importlib.metadata
 import importlib.util
@@ -49,7 +49,7 @@ class OwnModel:
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Samples in the place of a server of vLLM."""
+    """Samples instead of a vLLM server."""
     monkeypatch.setattr("mmrl.policies.vlm.policy.started", lambda *_: OwnModel())
     return {"engine": "vllm-server"}
 

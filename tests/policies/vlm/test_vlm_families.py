@@ -232,7 +232,7 @@ def test_what_is_saved_is_what_was_loaded(name, tmp_path):
     for path in before.iterdir():
         saved = tmp_path / path.name
         if name == "qwen3_5" and path.name.startswith("tokenizer"):
-            continue  # transformers makes one of its own class of it
+            continue  # transformers converts it to its own class
         if path.suffix != ".json":
             assert saved.read_bytes() == path.read_bytes(), path.name
             continue
@@ -349,7 +349,7 @@ def test_adapters_are_in_the_language_model_and_special_tokens_are_not_answered(
 
 @pytest.mark.parametrize("name", ["mllama", "molmo2"])
 def test_a_token_without_a_logit_is_neither_forbidden_nor_taught(name):
-    """Those of images lie behind the vocabulary of the head."""
+    """Those of images come after the vocabulary of the head."""
     inputs = policy(name).inputs
     assert inputs.tokenizer.convert_tokens_to_ids("<|image|>") >= policy(name).net.head.vocabulary
     assert inputs.tokens("a picture") is not None
@@ -445,7 +445,7 @@ def test_the_class_that_a_model_card_names_loads_the_family(kind, tmp_path):
 
 
 def test_kimi_s_clips_are_one_video_each_to_whoever_rewards():
-    """Its processor cuts a video into clips of four frames, each with a grid of its own and as many
+    """Its processor cuts a video into clips of four frames, each with its own grid and as many
     tokens as a frame; transformers before 5.24 cannot tell their features apart."""
     vlm = policy("kimi_k25")
     films = [tiny_vlms.video(5, seed=1), tiny_vlms.video(3, seed=2)[:, :28]]

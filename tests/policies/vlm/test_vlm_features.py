@@ -1,5 +1,5 @@
 """Frozen towers: features of an image are computed once, and give the log-probs and gradients of
-looking anew."""
+computing them in every pass."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_next", "gemma3")
 
 
 def anew(policy):
-    """The same policy, which looks at every image in every pass."""
+    """The same policy, which encodes every image in every pass."""
     policy._image_features = lambda encoded: {}
     return policy
 
@@ -31,7 +31,7 @@ def anew(policy):
 def test_kept_features_are_those_of_every_pass(family):
     vlm = policy_of(family, train=FROZEN)
     anew_each_pass = anew(policy_of(family, train=FROZEN))
-    vlm.checked = anew_each_pass.checked = True  # the comparison with the class looks at them too
+    vlm.checked = anew_each_pass.checked = True  # the comparison with the class encodes them too
     questions = prompts(family)
     rollout = rolled(vlm, questions)
     expected = rolled(anew_each_pass, questions)

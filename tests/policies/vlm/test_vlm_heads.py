@@ -1,4 +1,4 @@
-"""Logits are those of a model's own class, whatever it does behind its head."""
+"""Logits are those of a model's own class, whatever it does after its head."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_a_model_without_a_head_is_refused():
 
 
 def test_a_head_inside_a_language_model_is_found():
-    """Of Nemotron's class, which names no head of its own."""
+    """Of Nemotron's class, which names no head."""
     kind = hf.NemotronH_Omni_Reasoning_V3_Config
     torch.manual_seed(0)
     model = hf.NemotronH_Omni_Reasoning_V3(tiny_configs.tiny(kind)).eval()

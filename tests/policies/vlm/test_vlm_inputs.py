@@ -132,7 +132,7 @@ def test_the_encoding_is_the_processors_own(name):
 def test_what_stands_for_images_cannot_be_sampled_and_what_ends_can(name):
     reader = inputs(name)
     encoded = reader.encode(mixed(name)[0])
-    size = reader.config.get_text_config().vocab_size  # of the head: behind it nothing is sampled
+    size = reader.config.get_text_config().vocab_size  # of the head: ids beyond are never sampled
     image = reader.placeholder("image")
     assert image in reader.suppressed or image >= size
     assert reader.stops and not set(reader.stops) & set(reader.suppressed)

@@ -1,5 +1,5 @@
 """Positions of answers are those of transformers' one pass over prompt and answer, wherever clips
-and pictures stand in the prompt."""
+and pictures are in the prompt."""
 
 from itertools import permutations
 
@@ -26,7 +26,7 @@ ANSWER = 3
 
 
 def asked(mixes: bool) -> list[dict]:
-    """A clip that lasts longer than the text behind it is wide, pictures and text in every order,
+    """A clip that lasts longer than the text after it is wide, pictures and text in every order,
     and two clips."""
     clip = tiny_vlms.video(40, seed=3)
     short = tiny_vlms.video(5, seed=4)

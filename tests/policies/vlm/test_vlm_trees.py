@@ -67,7 +67,7 @@ def test_answers_share_what_their_edges_say(grown):
                 assert torch.equal(rollout.sample[owner, : k + 1], shared)
                 assert rollout.logprob[owner, k] == rollout.logprob[row, k]
             assert rollout.mask[row, k] == (path[row, k] and owner == row)
-    # without gaps, and every answer has a token of its own
+    # without gaps, and every answer has its own token
     assert torch.equal(path, path.long().cumprod(1).bool())
     assert rollout.mask.any(1).all()
     begun = rollout.edge_id[:, 0].view(-1, leaves)
@@ -206,7 +206,7 @@ def test_advantages_of_trees_by_a_plain_loop(grown):
             expected = (edges[int(names[row])] - spread.mean()) / (spread.std() + 1e-8)
             assert depth[row, k] == pytest.approx(float(expected), abs=1e-5)
     assert siblings.isfinite().all()
-    if policy.tree == TREES["three"]:  # trunk and two branches behind the third token
+    if policy.tree == TREES["three"]:  # trunk and two branches after the third token
         for trunk in range(0, len(rollout), 3):
             leaves = rewards[trunk : trunk + 3]
             if rollout.path_mask()[trunk].sum() > 3:
