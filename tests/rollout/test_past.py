@@ -251,7 +251,7 @@ def test_old_and_new_answers_are_compared_apart():
     _, mixed, _ = exchange(stage, prompts, [3, 1, 1, 0, 1, 0.0], 1)
     rewards = mixed.rewards["r"].tolist()
     assert rewards == [3, 1, 1, 0, 1, 5, 0, 1, 0, 2, 2, 8]
-    assert stage.apart and stage.grows
+    assert stage.own_baseline and stage.grows
     compared = set_apart(mixed.rollout, stage.baseline_of)
     advantage = advantages.dr_grpo(mixed.rewards, compared)[:, 0].tolist()
     for first in range(0, 12, 3):
