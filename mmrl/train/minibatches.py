@@ -169,11 +169,11 @@ def _sorted_passes(points: Iterable[Point], size: int | None, adjacent: bool) ->
         whole = whole[order[whole.group[order].argsort(stable=True)]]
     parts = list(whole.split(size or len(whole)))
     if adjacent:
-        tell(whole, parts)
+        cache_masks_on_host(whole, parts)
     yield from parts
 
 
-def tell(whole: Point, parts: Sequence[Point]) -> None:
+def cache_masks_on_host(whole: Point, parts: Sequence[Point]) -> None:
     """Copy group and mask of a point to the host in one read, for all its parts; policies of tokens
     read both."""
     if whole.mask.device.type == "cpu":

@@ -130,7 +130,7 @@ class Passes:
         coupled = self.objective.couple(Point.cat(joined), torch.cat(measured[: len(joined)]))
         parts = list(coupled.split(len(passes[0]))) if passes else []
         if parts and self.policy.keep_groups_together:
-            minibatches.tell(coupled, parts)
+            minibatches.cache_masks_on_host(coupled, parts)
         return parts
 
     def idle(self, batch: Batch, rng: Rng) -> Point:

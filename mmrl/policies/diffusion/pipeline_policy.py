@@ -139,9 +139,9 @@ class FolderPolicy(
         folder_grid = self.own_grid()  # read and validated, whatever times are requested
         super().__init__(net, timestep_schedule=timestep_schedule or folder_grid, **options)
         self.report.notes = schedulers.notes(self.place, self.process)
-        self.quicken(attention, compile)
+        self.set_kernels(attention, compile)
 
-    def quicken(self, attention: Attention = "auto", compile: bool | str = False) -> None:
+    def set_kernels(self, attention: Attention = "auto", compile: bool | str = False) -> None:
         """Set the kernels that the network runs on, by the options ``attention`` and
         ``compile``."""
         self.attending = AttentionChoice(self.net, attention)

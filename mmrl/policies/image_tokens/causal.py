@@ -80,7 +80,7 @@ def read(decoder: nn.Module, inputs: Inputs, rows: Tensor, layers: int) -> tuple
         input_ids=inputs["ids"],
         attention_mask=inputs["mask"],
         position_ids=places,
-        **caches.passed(cache),
+        **caches.cache_kwargs(cache),
     ).last_hidden_state[:, -1:]
     mask = None if bool(inputs["mask"].all()) else inputs["mask"][rows]
     return hidden[rows], State(
@@ -110,7 +110,7 @@ def advance(
         input_ids=ids,
         attention_mask=state.mask,
         position_ids=places,
-        **caches.passed(state.cache),
+        **caches.cache_kwargs(state.cache),
     ).last_hidden_state
     state.place = state.place if given_places else state.place + length
     return hidden if every else hidden[:, -1:]

@@ -26,7 +26,7 @@ NAME = "cache" if RENAMED else "past_key_values"
 ROOM = 32  # steps a growing cache reserves at once
 
 
-def passed(cached: Any) -> dict[str, Any]:
+def cache_kwargs(cached: Any) -> dict[str, Any]:
     """Return a cache under the argument name that transformers' models use."""
     return {NAME: cached, "use_cache": True}
 
@@ -102,7 +102,7 @@ class Reserved:
         return _written(self.columns[layer_idx], key_states, value_states)
 
 
-class Behind:
+class PrefixCache:
     """Replaces transformers' cache in a compiled graph: answers scored in one pass after the keys
     and values of their prompts."""
 

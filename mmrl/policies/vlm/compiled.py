@@ -260,7 +260,7 @@ def _answers_of(net: Continues) -> Callable[..., Tensor]:
         # made once: attention would convert a boolean mask to floats in every layer
         bias = torch.zeros_like(attended, dtype=prompts[0][0].dtype)
         bias = bias.masked_fill(~attended, -torch.inf)
-        return net.continued(ids, places, bias, caches.Behind(prompts))
+        return net.continued(ids, places, bias, caches.PrefixCache(prompts))
 
     return answers
 

@@ -13,7 +13,7 @@ from mmrl.core.errors import UserError
 from mmrl.policies.lora import ALL_LINEAR, Lora, ending_like
 from mmrl.policies.quantization import Quantization, quantize
 from mmrl.policies.vlm.families import modules_of
-from mmrl.policies.vlm.vision import quicken
+from mmrl.policies.vlm.vision import pack_vision_attention
 
 # transformers lists audio models along with vision models
 HEARING = ("phi4_multimodal",)
@@ -51,7 +51,7 @@ def load_model(place: str, dtype: str, attention: str, quantization: Quantizatio
         )
     quantize(hf, quantization)
     if attention in ("sdpa", "xformers"):
-        quicken(hf, xformers=attention == "xformers")
+        pack_vision_attention(hf, xformers=attention == "xformers")
     return hf
 
 

@@ -100,7 +100,7 @@ class SharedPrefix(nn.Module):
             )
         cache = caches.remembered(self.text_config)
         with self._routed(routes):
-            hidden = self._base(**inputs, **caches.passed(cache))
+            hidden = self._base(**inputs, **caches.cache_kwargs(cache))
         return Prefix(
             hidden[:, -1],
             inputs["attention_mask"].bool(),
@@ -394,7 +394,7 @@ class SharedPrefix(nn.Module):
         packed, lengths = packing.pack(inputs)
         cache = caches.remembered(self.text_config)
         layout = packing.Layout(lengths, lengths, xformers=self.fused)
-        hidden = self._laid(layout, self._base, **caches.passed(cache), **packed)[0]
+        hidden = self._laid(layout, self._base, **caches.cache_kwargs(cache), **packed)[0]
         return packing.Read(
             hidden[lengths.cumsum(0) - 1], lengths, following(inputs), caches.key_values(cache)
         )
@@ -427,7 +427,7 @@ class SharedPrefix(nn.Module):
             input_ids=ids,
             attention_mask=attention_mask,
             position_ids=places,
-            **caches.passed(cache),
+            **caches.cache_kwargs(cache),
             return_dict=True,
             **cross_attention_caches.looked_at(cache, ids.shape[1]),
             **options,

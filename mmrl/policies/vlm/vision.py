@@ -16,7 +16,7 @@ PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FLASH = "mmrl_flash_"
 
 
-def quicken(hf: Any, xformers: bool = False) -> None:
+def pack_vision_attention(hf: Any, xformers: bool = False) -> None:
     """Make a tower of ``PACKED`` compute the same in fewer calls; other models are unchanged."""
     from transformers import AttentionInterface
 

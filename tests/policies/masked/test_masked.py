@@ -11,7 +11,7 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.policies.masked.policy import Hidden, MaskedDiffusion, alike
 from mmrl.zoo.models.masked.amused import Amused
-from mmrl.zoo.models.masked.uvit import asking, quicken
+from mmrl.zoo.models.masked.uvit import asking, share_texts
 from mmrl.zoo.objectives import Masked
 from samplers import unmask
 from samplers.noise import Rng
@@ -188,7 +188,7 @@ def test_export_is_loaded_by_the_pipeline(lora, tmp_path):
     point = next(iter(policy.path(rollout)))
     expected = policy.dist(point).logits
     policy.net = policy.trained = pipe.transformer.eval()
-    quicken(policy.net, "sdpa")
+    share_texts(policy.net, "sdpa")
     with torch.no_grad():
         torch.testing.assert_close(policy.dist(point).logits, expected, atol=1e-5, rtol=0)
 

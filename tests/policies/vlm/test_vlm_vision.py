@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.policies.vlm.vision import PACKED, Patches, by_length, quicken
+from mmrl.policies.vlm.vision import PACKED, Patches, by_length, pack_vision_attention
 from tests.fixtures import tiny_vlms
 from tests.policies.vlm.test_vlm_inputs import loaded, mixed
 
@@ -73,6 +73,6 @@ def test_a_tower_sees_the_same(name):
 def test_other_models_stay_as_they_are():
     net = loaded("llava")[0]
     kinds = [type(module) for module in net.modules()]
-    quicken(net)
+    pack_vision_attention(net)
     assert kinds == [type(module) for module in net.modules()]
     assert net.config.vision_config._attn_implementation == "sdpa"

@@ -63,7 +63,7 @@ class Amused(MaskedDiffusion, EncodesMedia, Exports):
         self.place = diffusers_folder.resolve(path, "AmusedPipeline")
         self.compute = getattr(torch, dtype)
         net = diffusers_folder.load_part(UVit2DModel, self.place, "transformer", self.compute)
-        uvit.quicken(net, available(attention))
+        uvit.share_texts(net, available(attention))
         self.vae = (
             diffusers_folder.load_part(VQModel, self.place, "vqvae").requires_grad_(False).eval()
         )

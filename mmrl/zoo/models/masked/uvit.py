@@ -80,7 +80,7 @@ def _pointwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
     return F.linear(x, conv.weight[:, :, 0, 0], conv.bias)
 
 
-def quicken(net: Any, kernel: Kernel) -> None:
+def share_texts(net: Any, kernel: Kernel) -> None:
     """Let a UVit2DModel take texts by rows and compute logits only at some places, with the same
     output."""
     net.set_attn_processor(SharedText(kernel))

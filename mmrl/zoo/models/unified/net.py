@@ -76,7 +76,7 @@ class UnifiedNet(JanusNet):
             inputs_embeds=self._embeddings(inputs),
             attention_mask=mask,
             position_ids=places,
-            **caches.passed(cache),
+            **caches.cache_kwargs(cache),
         ).last_hidden_state[:, -1]
         mask = mask[rows].bool()
         cache = caches.growing(caches.key_values(cache), rows)
@@ -199,7 +199,7 @@ class UnifiedNet(JanusNet):
             inputs_embeds=embeddings,
             attention_mask=mask,
             position_ids=state.place[:, None],
-            **caches.passed(state.cache),
+            **caches.cache_kwargs(state.cache),
         ).last_hidden_state[:, -1]
         state.place = state.place + live
         return hidden
