@@ -67,8 +67,7 @@ class Policy(ABC):
 
     capabilities: Capabilities
     not_options: tuple[str, ...] = ("net",)  # constructor arguments that no configuration sets
-    # module-name suffixes of the projections that LoRA adapts
-    attention: tuple[str, ...] = ATTENTION
+    attention: tuple[str, ...] = ATTENTION  # name suffixes of the modules that LoRA adapts
     media: MediaFormat = MediaFormat()
 
     def __init__(
