@@ -75,7 +75,7 @@ class JanusNet(ImageNet):
             input_ids=inputs["ids"],
             attention_mask=mask,
             position_ids=places,
-            **caches.passed(cache),
+            **caches.cache_kwargs(cache),
         ).last_hidden_state[:, -1:]
         extra = len(self.turns) - 1
         rooms = Rooms.after(caches.key_values(cache), rows, mask.shape[1] + extra)
