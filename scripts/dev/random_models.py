@@ -53,7 +53,7 @@ class Random:
         self, net: torch.nn.Module, attention: str, compile: bool | str, options: dict[str, Any]
     ) -> None:
         FlowPolicy.__init__(self, net, **options)
-        self.quicken(attention, compile)
+        self.set_kernels(attention, compile)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         return self._texts([p["text"] for p in prompts]) | {"uncond": self._texts([""])}
