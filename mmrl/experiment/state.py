@@ -95,8 +95,12 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         trainer.prompts.load_state_dict(meta.get("data", {}))
     for stage in trainer.stages:
         if name := stage.saved_as:
-            known = meta.get("stages", {}).get(name)
-            stage.load_state_dict(arrays.get(f"stage-{name}", {}), known)
+            if "stages" not in meta:
+                raise UserError(
+                    f"the checkpoint is of an earlier version, which kept the state of {name} "
+                    f"under another name: export its weights and begin a new run with start: FOLDER"
+                )
+            stage.load_state_dict(arrays.get(f"stage-{name}", {}), meta["stages"].get(name))
     if trainer.device.scales_loss:
         trainer.device.accelerator.scaler.load_state_dict(meta["scaler"])
     _set_generators(meta["rng"])

@@ -104,7 +104,7 @@ def test_the_state_of_a_stage_is_in_the_checkpoint(registered):
     again = make_trainer()
     state.restore(again, arrays, meta)
     assert again.stages[0].begun == 1
-    del arrays["stage-recorder"], meta["stages"]  # a run that had no such stage
+    del arrays["stage-recorder"], meta["stages"]["recorder"]  # a run that had no such stage
     state.restore(again, arrays, meta)
     assert again.stages[0].begun == 0
 
@@ -119,6 +119,15 @@ def test_a_state_may_have_the_name_of_a_part_of_every_checkpoint(registered, mon
     assert again.stages[0].begun == 1
     for one, two in zip(trainer.policy.net.parameters(), again.policy.net.parameters()):
         assert torch.equal(one, two)
+
+
+def test_a_checkpoint_from_before_stages_had_their_place_is_refused(registered):
+    trainer = make_trainer()
+    trainer.iterate()
+    arrays, meta = state.capture(trainer)
+    del meta["stages"]
+    with pytest.raises(UserError, match="an earlier version, .* recorder .* start: FOLDER"):
+        state.restore(make_trainer(), arrays, meta)
 
 
 def test_two_stages_of_one_name_in_a_checkpoint_are_refused(registered):
