@@ -73,7 +73,8 @@ class FlowGRPO:
     def encode(self, prompts: list[Prompt]) -> dict[str, Tensor]:
         """Encode prompts by the three text encoders, [B, *]."""
         texts = [prompt["text"] for prompt in prompts]
-        longest = min(256, self.pipe.tokenizer_3.model_max_length)
+        t5 = self.pipe.tokenizer_3  # None where the largest encoder was left out
+        longest = 256 if t5 is None else min(256, t5.model_max_length)
         text, _, pooled, _ = self.pipe.encode_prompt(
             texts, texts, texts, do_classifier_free_guidance=False, max_sequence_length=longest
         )

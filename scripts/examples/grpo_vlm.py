@@ -100,7 +100,8 @@ class GRPO:
             do_sample=False,
             logits_processor=[Draw(uniform, self.never)],
         )[:, inputs["input_ids"].shape[1] :]
-        end = ids == self.model.generation_config.eos_token_id
+        eos = torch.tensor(self.model.generation_config.eos_token_id, device=ids.device)
+        end = torch.isin(ids, eos)  # one token or several
         return ids, end.cumsum(1) - end.long() == 0  # up to the end token
 
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:

@@ -93,6 +93,8 @@ def test_the_vlm_example_answers_and_scores_as_the_library() -> None:
     policy = VLM(path=folder, max_new_tokens=4)
     rollout = policy.rollout(prompts, GROUP, RNG)
     model = AutoModelForImageTextToText.from_pretrained(folder)
+    end = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [end, 0]  # several, as released checkpoints have
     own = module.GRPO(model, AutoProcessor.from_pretrained(folder))
     asked = repeated(prompts)
     ids, mask = own.sample(asked, torch.arange(len(rollout)), RNG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from mmrl.zoo.curricula.drawing import Around, Counted, Portion, Source, keyed_b
 from mmrl.zoo.curricula.statistics import successes
 
 
-class Budget(Around):
+class Budget(Around, ABC):
     """Allocates the samples of an iteration to the prompts where they are worth most."""
 
     name: ClassVar[str]  # in a configuration
@@ -36,9 +37,9 @@ class Budget(Around):
             )
         super().__post_init__(of)
 
+    @abstractmethod
     def worth(self, prompt: Prompt) -> Callable[[int], float]:
         """Return the value of n samples of a prompt, concave in n."""
-        raise NotImplementedError
 
     def copies(self, prompts: Sequence[Prompt], group_size: int, iteration: int) -> Copies:
         worths = [self.worth(prompt) for prompt in prompts]
