@@ -216,7 +216,7 @@ def test_what_a_disk_refuses_later_is_a_sentence_too(desk, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
-    assert "error: /somewhere: Permission denied; look at" in capsys.readouterr().err
+    assert "error: /somewhere: Permission denied; check the permissions" in capsys.readouterr().err
     monkeypatch.setattr(cli, "app", lambda: (_ for _ in ()).throw(OSError("a bug")))
     with pytest.raises(OSError, match="a bug"):
         cli.main()

@@ -103,4 +103,4 @@ def test_help_flows_over_the_lines_of_docstrings(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200, raising=False)
     text = CliRunner().invoke(app, ["evaluate", "--help"]).output
-    assert "base model and trained model. Or score a benchmark" in text
+    assert "base model and trained model. Or score a public benchmark" in text

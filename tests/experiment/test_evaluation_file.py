@@ -76,5 +76,5 @@ def test_where_nothing_can_be_written_is_said_before_the_work(tmp_path):
 def test_a_folder_that_refuses_is_said_in_a_sentence():
     if not Path("/proc/self").is_dir():
         pytest.skip("this system has no /proc")
-    with pytest.raises(UserError, match="cannot write to /proc.*look at .* permissions there"):
+    with pytest.raises(UserError, match="cannot write to /proc.*check .* permissions there"):
         check_writable(Path("/proc/mmrl/x"))

@@ -44,7 +44,7 @@ def raised(lines, **options):
 @pytest.mark.parametrize(
     ("line", "why", "cause"),
     [
-        (FLAT | {"grad_norm": 0.0}, "rewarded with 0 and the gradient is 0", "taste does not look"),
+        (FLAT | {"grad_norm": 0.0}, "rewarded with 0 and the gradient is 0", "taste does not"),
         (FLAT | {"grad_norm": 0.0, "answer/cut": 0.9}, "gradient is 0", "90% .* max_new_tokens"),
         (FLAT, "every sample is rewarded with 0", "a larger train.group_size"),  # KL moves it
         (GOOD | {"groups/flat": 4}, "all samples of a prompt", "depends on the prompt alone"),

@@ -147,7 +147,7 @@ def test_temperatures_follow_the_entropies_of_the_iteration_before(tmp_path):
 
 def test_what_it_needs_is_said():
     path = ROOT / "configs" / "digits" / "ar_grpo.yaml"
-    with pytest.raises(UserError, match="objective HAPO looks at .* set policy.llamagen.record_e"):
+    with pytest.raises(UserError, match="objective HAPO needs .* set policy.llamagen.record_e"):
         read(path, ["objective=hapo"])
     assert read(path, ["objective=hapo", "policy.record_entropy=true"])
     policy = tiny(adaptive_temperature=0.3)
