@@ -1,4 +1,4 @@
-"""Writes the table of docs/models.md: which pipelines of diffusers the policy ``pipeline`` trains.
+"""Writes the table of docs/pipelines.md: which pipelines of diffusers the policy ``pipeline`` trains.
 
     python scripts/dev/replay_table.py [--check | --try]
 
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "pipelines.md"
 BEGIN = "<!-- replayed: written by scripts/dev/replay_table.py -->"
 END = "<!-- end of replayed -->"
 sys.path.insert(0, str(ROOT))
@@ -33,10 +33,18 @@ def row(case: Case) -> str:
 
 
 def table() -> str:
-    """Write the table, by the pipelines' names."""
-    rows = sorted(row(case) for case in CASES.values())
+    """Write the plain pipelines as a list and the others as a table, by their names."""
+    plain = sorted({case.pipeline for case in CASES.values() if is_plain(case)})
+    rows = sorted(row(case) for case in CASES.values() if not is_plain(case))
+    listed = f"Yes, prompts in one call, with demonstrations: {', '.join(plain)}.\n\nThe others:"
     head = "| pipeline | trained | prompts in a call | demonstrations | |\n|---|---|---|---|---|"
-    return "\n".join([BEGIN, "", head, *rows, "", END])
+    return "\n".join([BEGIN, "", listed, "", head, *rows, "", END])
+
+
+def is_plain(case: Case) -> bool:
+    """Whether a pipeline works in every respect, with nothing to say about it."""
+    options = set(case.options) - set(UNGUARDED)
+    return not (case.refused or case.note or options) and case.together and case.demonstrations
 
 
 def written(page: str) -> str:
