@@ -1,4 +1,4 @@
-"""Writes the table of docs/pipelines.md: which pipelines of diffusers the policy ``pipeline`` trains.
+"""Writes the table of docs/pipelines.md: which diffusers pipelines the policy ``pipeline`` trains.
 
     python scripts/dev/replay_table.py [--check | --try]
 
