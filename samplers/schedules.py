@@ -27,7 +27,10 @@ def linear(steps: int) -> Tensor:
 
 
 def shifted(steps: int, *, shift: float = 3.0) -> Tensor:
-    """Spaces times evenly and shifts them once (DanceGRPO, MixGRPO)."""
+    """Spaces times evenly and shifts them once (DanceGRPO, MixGRPO).
+
+    ``shift``: above 1 more steps are near the noise.
+    """
     return shift_time(linear(steps), shift)
 
 
@@ -35,7 +38,8 @@ def flow_match_euler(steps: int, *, shift: float = 3.0, train_steps: int = 1000)
     """Shifts the smallest time twice, as diffusers' FlowMatchEulerDiscreteScheduler (SD3, SD3.5).
 
     The times before the last are evenly spaced from 1 to shift(1 / train_steps), then shifted; 0 is
-    appended.
+    appended. ``shift``: above 1 more steps are near the noise. ``train_steps``: training times of
+    the model.
     """
     if train_steps < 1:
         raise ValueError(f"train_steps must be at least 1, not {train_steps}")
@@ -58,11 +62,12 @@ def dynamic(
 ) -> Tensor:
     """Shifts times by the resolution, as pipelines of diffusers do (FLUX, Qwen-Image, SD3 with mu).
 
-    ``mu`` is given, or is on the line through (base_tokens, base_shift) and (max_tokens, max_shift)
-    at ``tokens``, the number of image tokens. The shift is exp(mu), or mu itself when
-    ``time_shift`` is linear. ``smallest`` is the last time above 0 before shifting: 1 / steps
-    unless given (FLUX); SD3 pipelines take 1 / 1000. ``terminal`` stretches the shifted times so
-    that the last above 0 is this one (``shift_terminal`` of Qwen-Image and LTX).
+    ``mu``: logarithm of the shift; null: on the line through (base_tokens, base_shift) and
+    (max_tokens, max_shift) at ``tokens``. ``tokens``: the number of image tokens. ``base_shift``,
+    ``base_tokens``: first point of that line. ``max_shift``, ``max_tokens``: its second point.
+    ``time_shift``: the shift is exp(mu), or mu itself (linear). ``smallest``: the last time above 0
+    before shifting; null: 1 / steps (FLUX); SD3 pipelines take 1 / 1000. ``terminal``: the last
+    time above 0 after stretching (``shift_terminal`` of Qwen-Image and LTX); null: not stretched.
     """
     if mu is None and tokens is not None:
         if base_tokens == max_tokens:

@@ -28,7 +28,11 @@ def ddim(process: Process) -> Step:
     return step
 
 
-def dpm(process: Process, *, order: Literal[1, 2] = 2) -> Step:
+def dpm(
+    process: Process,
+    *,
+    order: Literal[1, 2] = 2,  # of the method; 1 is DDIM
+) -> Step:
     """Extrapolates the predicted data (DPM-Solver++, Lu et al. 2022, algorithm 2, midpoint,
     multistep).
 

@@ -18,8 +18,9 @@ class Anneal:
     """Chooses a temperature that falls along an answer: exploratory annealed decoding (EAD).
 
     Yang et al. 2025, "Let it calm": max(1 + highest - exp(t / d), lowest) for decision t = 0, 1,
-    ..., which begins at ``highest``. decay: d in the first iteration, in decisions; growth: by how
-    many it grows in every iteration, up to ``longest``, since answers become longer.
+    .... highest: the factor at the start. lowest: the factor at the end. decay: d in the first
+    iteration, in decisions. growth: by how many d grows in every iteration, since answers become
+    longer. longest: the largest d.
     """
 
     highest: float = 1.2

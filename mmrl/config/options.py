@@ -31,9 +31,12 @@ class SlowFast:
     takes one slow step from there: Slow-Fast Policy Optimization (SFPO).
 
     Wang et al. 2025, "Slow-Fast Policy Optimization: Reposition-Before-Update for LLM Reasoning":
-    from weights w_0 ``fast_steps`` steps lead to w_K; the slow step starts at
-    w_0 + ``reposition`` (w_K - w_0). ``iterations``: number of first iterations with it; null: all.
-    (The paper stops by the entropy; this stops by the iteration.)
+    from weights w_0 the fast steps lead to w_K; the slow step starts at w_0 + reposition
+    (w_K - w_0). (The paper stops by the entropy; this stops by the iteration.)
+
+    ``fast_steps``: on the same rows, before the step back. ``reposition``: share of the way to w_K
+    at which the slow step starts; 1: no step back. ``iterations``: number of first iterations with
+    it; null: all.
     """
 
     fast_steps: Count = 3
@@ -48,9 +51,11 @@ class RewardGradients:
 
     In every iteration the share of a reward in the sum is multiplied by e^(rate I), I the product
     of the gradient under this reward alone with the sum of all of them; equal shares keep the
-    weights of the configuration. ``measure``: the product (the paper), or its cosine, which does
-    not depend on scales (our addition). ``least``: this part of the shares stays uniform. It costs
-    a forward and backward pass over all rows for each reward, plus one.
+    weights of the configuration. It costs a forward and backward pass over all rows for each
+    reward, plus one.
+
+    ``rate``: of that update. ``measure``: the product (the paper), or its cosine, which does not
+    depend on scales (our addition). ``least``: this part of the shares stays uniform.
     """
 
     rate: Positive = 1.0
@@ -60,10 +65,11 @@ class RewardGradients:
 
 @dataclass(frozen=True)
 class Budget:
-    """Ends a run after the iteration in which a limit is reached. ``cpu_seconds``: CPU time of the
-    process in iterations: sampling, rewards, updates; not evaluation, previews or saving.
-    ``samples``: drawn, also for replaced groups. ``forwards``: rows through the network of one
-    process. A resumed run continues counting."""
+    """Ends a run after the iteration in which a limit is reached. A resumed run continues counting.
+
+    ``cpu_seconds``: CPU time of the process in iterations: sampling, rewards, updates; not
+    evaluation, previews or saving. ``samples``: drawn, also for replaced groups. ``forwards``: rows
+    through the network of one process."""
 
     cpu_seconds: Positive | None = None
     samples: Count | None = None
@@ -135,7 +141,10 @@ class TrainOptions:
     # decay of the moving average of the weights; null: none
     ema: Annotated[float, Ge(0), Lt(1)] | None = None
     ema_update_interval: Count = 1  # optimizer steps between its updates
-    loss_agg_mode: LossAggMode = "token_mean"  # what has equal weight in the loss
+    # what has equal weight in the loss: token_mean: decisions; seq_mean_token_mean: rows with
+    # decisions; seq_mean_token_mean_all: all rows; seq_mean_token_sum_norm: rows, their decisions
+    # divided by loss_denominator; token_sum: the same without the mean over rows
+    loss_agg_mode: LossAggMode = "token_mean"
     # skip rows of advantage 0 in the update: the gradient is the same
     skip_zero_advantage: bool = False
     # divisor of a loss that sums decisions; null: the decisions of the longest answer
@@ -152,11 +161,15 @@ class TrainOptions:
     preferences: Annotated[Preferences | None, LEFT_OUT] = None
     # source of one answer of every group: a reward, or a field of the prompt; null: none
     ground_truth_rollout: str | None = None
-    # stages that select, change or add rows of an iteration; yours run last, in this order
+    # stages that select, change or add rows of an iteration: names, or {name: {options}}
     stages: tuple[Annotated[Any, STAGES], ...] = ()
-    # tolerated |re-scored - recorded log-prob| before the first step
+    # tolerated difference of re-scored and recorded log-probs before the first step; null: any;
+    # auto: of Gaussian decisions 1e-6 or a tenth of the clip; of tokens 1e-4 (fp32), or a mean of
+    # 2e-2 (half precision)
     logprob_tolerance: Annotated[Positive | Literal["auto"] | None, FREE_AT_RESUME] = "auto"
-    # recompute a rollout's log-probs before training on it
+    # recompute a rollout's log-probs by the passes of the update before training on it, as verl
+    # does; auto: where tokens are sampled with a cache, in half precision, and an iteration has
+    # several optimizer steps
     recompute_old_logprob: bool | Literal["auto"] = "auto"
     # iterations between checkpoints; 0: only at the end
     save_every: Annotated[Natural, FREE_AT_RESUME] = 50

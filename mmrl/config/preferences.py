@@ -16,13 +16,15 @@ class Preferences:
 
     A prompt's group is the better and the worse of its two answers, and any objective that compares
     samples of a group by their likelihood or denoising error learns from it: dpo, ipo, simpo, kto,
-    diffusion_dpo and others. ``chosen``, ``rejected``: the fields of a row that hold the two: texts
-    (of a conversation the last turn counts), pictures or videos. ``path``: or a .jsonl file of
-    lines {"prompt", "chosen", "rejected"}, as ``mmrl label`` and ``mmrl view --rate`` write it,
-    whose "prompt" repeats the field ``key`` of a row; of several lines for a prompt an iteration
-    takes one at random, and prompts without any are left out of training. ``label``: or the field
-    that labels a row's single ``answer`` as good (true, 1) or bad (false, 0, -1), for kto;
-    ``train.group_size`` is then 1.
+    diffusion_dpo and others.
+
+    ``chosen``: the field of a row with the better answer: a text (of a conversation the last turn
+    counts), a picture or a video. ``rejected``: the field with the worse answer. ``path``: instead,
+    a .jsonl file of lines {"prompt", "chosen", "rejected"}, as ``mmrl label`` and ``mmrl view
+    --rate`` write it; of several lines for a prompt an iteration takes one at random, and prompts
+    without any are left out of training. ``key``: the field of a row that "prompt" repeats.
+    ``label``: instead, the field that labels a row's single answer as good (true, 1) or bad (false,
+    0, -1), for kto; ``train.group_size`` is then 1. ``answer``: the field with that answer.
     """
 
     chosen: str = "chosen"

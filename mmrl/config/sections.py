@@ -18,15 +18,15 @@ Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Holds ``log:`` of a configuration. ``metrics.jsonl`` always has every iteration; ``every``
-    thins the trackers. ``init_kwargs``: tracker -> arguments of its own ``init``."""
+    """Holds ``log:`` of a configuration. ``metrics.jsonl`` always has every iteration."""
 
-    tensorboard: bool = True
-    wandb: bool = False
-    report_to: Sequence[Tracker] = ()
+    tensorboard: bool = True  # event files in the run folder
+    wandb: bool = False  # short for report_to: [wandb]
+    report_to: Sequence[Tracker] = ()  # trackers of the run
+    # tracker -> arguments of its own init
     init_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    project: str = "mmrl"
-    every: Annotated[int, Ge(1)] = 1
+    project: str = "mmrl"  # project (MLflow: experiment) in the trackers
+    every: Annotated[int, Ge(1)] = 1  # iterations between points in the trackers
     # iterations between texts kept for the report; 0: none
     rollouts: Annotated[int, Ge(0)] = 10
 
@@ -49,7 +49,7 @@ class AlarmOptions:
     """Holds ``alarms:`` of a configuration. An alarm is an event and a line on the terminal; it has
     no effect, unless ``stop`` ends a run that cannot learn."""
 
-    enabled: bool = True
+    enabled: bool = True  # watch the run at all
     # iterations in a row with nothing to learn from, after which there is an alarm
     patience: Annotated[int, Ge(1)] = 2
     stop: bool = False  # that alarm ends the run, saved, with exit status 3
@@ -63,10 +63,10 @@ class AlarmOptions:
     clipped: Annotated[float, Gt(0), Lt(1)] = 0.2
     # rise or fall of the share of dark pixels since the start
     dark: Annotated[float, Gt(0), Lt(1)] = 0.3
-    # share of the first colour, edges and entropy of colours below which there is an alarm; of
-    # colour and edges also above its inverse
+    # share of the first colour below which there is an alarm; also above its inverse
     colour: Annotated[float, Gt(0), Lt(1)] = 0.5
-    edges: Annotated[float, Gt(0), Lt(1)] = 0.5
+    edges: Annotated[float, Gt(0), Lt(1)] = 0.5  # the same of the first edges
+    # share of the first entropy of colours below which there is an alarm
     colour_entropy: Annotated[float, Gt(0), Lt(1)] = 0.6
 
 
@@ -80,11 +80,11 @@ class RayOptions:
     trainers: Count = 1  # processes that train together, as torchrun would start them
     # copies of the model (ddp), or a part of it in each trainer (fsdp2), as accelerate makes them
     strategy: Literal["ddp", "fsdp2"] = "ddp"
-    cpus_per_trainer: Share = 1
-    gpus_per_trainer: Share = 0
+    cpus_per_trainer: Share = 1  # cores that each reserves
+    gpus_per_trainer: Share = 0  # GPUs that each reserves
     rollout_workers: Natural = 0  # processes that only sample; 0: the trainers sample
-    cpus_per_rollout_worker: Share = 1
-    gpus_per_rollout_worker: Share = 0
+    cpus_per_rollout_worker: Share = 1  # cores that each reserves
+    gpus_per_rollout_worker: Share = 0  # GPUs that each reserves
     # updates that the weights which sample may be behind those that are trained; 0: none
     staleness: Natural = 0
     max_restarts: Natural = 3  # of the run, from its last checkpoint, when a trainer is lost

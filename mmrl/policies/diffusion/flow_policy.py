@@ -85,14 +85,15 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
     steps: forward passes per sample. evaluation_steps: those of a sample in evaluation, which has
     no noise, and of ``mmrl sample``; null: as in training. noise_level: noise level of the
     stochastic steps. noise_anneal: fraction of it left at the last step, decaying linearly from the
-    first (EAD, Yang et al. 2025, applied here to sampler steps). sde_type, timestep_schedule,
-    noise_window: the stochastic step, the times, and which steps are stochastic. guidance_scale:
-    classifier-free guidance scale w, v = v_u + w (v_c - v_u). logprob_guidance: what is scored;
-    "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient through the
-    unconditional branch, "conditional" leaves guidance out of the score (a mismatch some codes
-    publish). same_initial_noise: the samples of a group share their initial noise.
+    first (EAD, Yang et al. 2025, applied here to sampler steps). sde_type: the stochastic step.
+    timestep_schedule: the times. noise_window: which steps are stochastic, and so are trained.
+    guidance_scale: classifier-free guidance scale w, v = v_u + w (v_c - v_u); 1: one pass without
+    the empty prompt. logprob_guidance: what is scored; "guided" is what was sampled,
+    "guided_stopgrad_uncond" the same without gradient through the unconditional branch,
+    "conditional" leaves guidance out of the score (a mismatch some codes publish). same_initial_noise: the samples of a group share their initial noise.
     trajectory_dtype: dtype that latents are rounded to before they are scored, and stored in.
-    logprob_reduction: log-prob as mean or sum over dimensions. solver: of the deterministic steps;
+    logprob_reduction: log-prob as mean or sum over dimensions; published clip ranges belong to
+    the mean. solver: of the deterministic steps;
     None is the kernel without noise. tree: samples that share their first steps. flash_step_ratio:
     share of the steps after the last stochastic one that is kept (MixGRPO-Flash). logprob_type:
     "square" leaves the variance out of the log-prob, as Flow-CPS publishes it; that is a score, not

@@ -23,12 +23,15 @@ from samplers.noise import Rng
 
 @dataclass(frozen=True)
 class Tree:
-    """Sets how samples branch.
+    """Sets how samples branch: the samples of a group are the leaves of trees (BranchGRPO).
 
-    splits: the steps at which every state gets ``factor`` children, or how many such steps, evenly
-    spread. noise of siblings: independent; correlated, (xi_0 + scale xi_b) / sqrt(1 + scale^2) with
-    a common xi_0, which keeps every edge's density exact; or published, ``scale`` times the scored
-    noise, only for comparison with the published code.
+    It needs ``advantage: branch``, and ``train.group_size`` a multiple of factor ^ splits.
+
+    splits: the steps at which every state gets children, or how many such steps, evenly spread.
+    factor: children at a split. noise: of siblings, independent; correlated, (xi_0 + scale xi_b) /
+    sqrt(1 + scale^2) with a common xi_0, which keeps every edge's density exact; or published, the
+    scored noise times ``scale``, only for comparison with the published code. scale: of that
+    noise.
     """
 
     splits: Sequence[Annotated[int, Ge(0)]] | Annotated[int, Ge(1)] = 4

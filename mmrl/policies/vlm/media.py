@@ -24,11 +24,13 @@ Positive = Annotated[int, Ge(1)]
 
 @dataclass(frozen=True)
 class Budgets:
-    """Limits the cost of a prompt. ``max_pixels``: of an image, larger ones are scaled down.
-    ``frames``, ``fps``, ``frame_pixels``: of a video; fewer frames are taken, evenly, and scaled
-    down. ``image_tokens`` (images and videos together) and ``prompt_tokens`` (everything): of a
-    prompt; ``overlong`` decides about longer prompts: their images are scaled down until they fit
-    (``resize``, dropped if that does not help), they are dropped, or the run stops."""
+    """Limits the cost of a prompt. What is scaled down or dropped is named when the run starts.
+
+    ``max_pixels``: of an image; larger ones are scaled down. ``frames``: most frames of a video,
+    taken evenly. ``fps``: frames taken a second. ``frame_pixels``: of a frame. ``image_tokens``: of
+    the images and videos of a prompt together. ``prompt_tokens``: of a whole prompt. ``overlong``:
+    images of longer prompts are scaled down until they fit (``resize``; dropped if that does not
+    help), such prompts are dropped, or the run stops."""
 
     max_pixels: Positive | None = None
     frames: Positive = 32

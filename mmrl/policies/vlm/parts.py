@@ -37,9 +37,12 @@ HEADLESS = ("lfm2_vl", "cohere2_vision", "phi4_multimodal")
 
 @dataclass(frozen=True)
 class Part:
-    """Options of one part: ``how`` it is trained; ``lr``, its own learning rate, or ``factor``,
-    which multiplies the optimizer's. Of an adapter: ``rank``, ``alpha`` (None: twice the rank),
-    ``targets``, module-name suffixes (None: every linear layer of the part)."""
+    """Options of one part.
+
+    ``how``: it is trained full, by lora, or frozen. ``lr``: its own learning rate; null: the
+    optimizer's times ``factor``. ``factor``: of the optimizer's learning rate. ``rank``: of its
+    adapters. ``alpha``: its adapters count alpha / rank times; null: twice the rank. ``targets``:
+    module-name suffixes for adapters; null: every linear layer of the part."""
 
     how: How = "full"
     lr: Positive | None = None
@@ -57,7 +60,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """How each part is trained: a word, or a word with options."""
+    """How each part is trained: full, lora, frozen, or a mapping with options.
+
+    language: the language model. projector: what maps image features into it. vision: the vision
+    tower."""
 
     language: How | Part
     projector: How | Part

@@ -29,12 +29,14 @@ class Corrections:
     """Corrects every wrong answer in place: EDGE-GRPO's guided error correction.
 
     Zhang et al. 2025, "EDGE-GRPO: Entropy-driven GRPO with guided error correction for advantage
-    diversity". Shares of the wrong answers, drawn at random (defaults as published; the rest stays
-    wrong): ``continued``: ``cue`` is appended to the answer and the policy continues; ``answer``:
-    ``correction``, with the right answer as {feedback}, is appended; ``solution``: the prompt's
-    field ``field`` replaces the answer, or ``correction`` is appended where there is none. All are
-    trained on as the policy's own answers to the plain prompt. The texts are mmrl's; an answer that
-    would exceed the policy's length limit stays as it was.
+    diversity". The first three options are shares of the wrong answers, drawn at random (defaults
+    as published; the rest stays wrong). All are trained on as the policy's own answers to the plain
+    prompt. An answer that would exceed the policy's length limit stays as it was.
+
+    ``continued``: ``cue`` is appended to the answer and the policy continues. ``answer``:
+    ``correction`` is appended. ``solution``: the prompt's field ``field`` replaces the answer, or
+    ``correction`` is appended where there is none. ``cue``: a text (mmrl's). ``correction``: a text
+    (mmrl's) with the right answer as {feedback}. ``field``: of the prompt, with a whole solution.
     """
 
     continued: Annotated[float, Ge(0), Le(1)] = 0.5

@@ -57,9 +57,9 @@ class ReusedResponses(OldAnswers):
     ``per_prompt``: how many of a prompt's newest answers are remembered; ``size``: of how many
     prompts; ``age``: iterations after which an answer is forgotten; ``until``: the iteration from
     which on none is used; null: never. ``strata``: shares of ``size`` for easy, medium and hard
-    prompts; a prompt is hard if its mean reward, a moving average with ``rate``, is in the lowest
-    such share of all prompts, and easy if in the highest (AVATAR: 0.25, 0.35, 0.4); each stratum
-    forgets its oldest first; null: one memory for all. ``start``: a run, or a checkpoint, with the
+    prompts, by the moving average of their rewards among those of all prompts (AVATAR: 0.25, 0.35,
+    0.4); each stratum forgets its oldest first; null: one memory for all. ``rate``: of that moving
+    average. ``start``: a run, or a checkpoint, with the
     same prompts, whose answers of any age fill the memory at the start. ``learn``: also remember
     answers of this run.
 

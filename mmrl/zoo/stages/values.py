@@ -36,11 +36,12 @@ class PromptValues(ValueOptions, KnowsPrompts):
     ``base``: that network is frozen (A-LoL) or trained with the head (PCL: a model of the policy's
     size; only the trainable weights, such as adapters, are duplicated). ``width``: of the head's
     hidden layer; 0: it is linear. ``start``: the value of every prompt before the first step.
-    ``lr``, ``base_lr``: of Adam for the head and for the network. ``steps``: on the squared error
-    of an iteration's prompts. ``learn``: from the mean reward of every group; false: only from
-    ``path``, reference rewards as written by ``mmrl.apps.prepare.reference_rewards``, to which the
-    model is fitted before the first iteration, for ``epochs`` epochs with batches of ``batch``
-    prompts. ``key``: the field that identifies a prompt there.
+    ``lr``: of Adam for the head. ``base_lr``: of Adam for the network. ``steps``: optimizer steps
+    on the squared error of an iteration's prompts. ``learn``: from the mean reward of every group;
+    false: only from ``path``. ``path``: reference rewards as written by
+    ``mmrl.apps.prepare.reference_rewards``, to which the model is fitted before the first
+    iteration. ``epochs``: passes over ``path``. ``batch``: its prompts in an optimizer step.
+    ``key``: the field that identifies a prompt there.
 
     Rows get the value of their prompt (the record ``value`` [B]) before the model learns from the
     rewards of this iteration.

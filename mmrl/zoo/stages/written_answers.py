@@ -29,7 +29,8 @@ class Demonstrated(KnowsPrompts):
     of a picture, or {"text": ..., "reward": ..., "logprobs": [...]}, whose reward then replaces the
     run's rewards; ``field``: or a field of the prompts, one answer or a list. ``key``: the field of
     a prompt that "prompt" is matched with. ``number``: at most this many are added to a group.
-    ``when``: in groups without a total reward above ``threshold``, or always. ``place``: they
+    ``when``: in groups without a total reward above ``threshold``, or always.
+    ``threshold``: of the total reward. ``place``: they
     replace the last samples of the group, of which one stays, or are appended to it.
     ``own_baseline``: they are compared among themselves, not with the policy's samples: pairs for
     DPO, IPO; CHORD's experts. ``logprob``: the denominator of the ratio: the policy's log-probs

@@ -51,7 +51,8 @@ class VAR(EncodedImagePolicy):
         """Load the transformer and its VQ-VAE. path: the transformer's checkpoint, one of the
         published training (ar-ckpt-best.pth), or a folder as exported. vae: the VQ-VAE's
         checkpoint. scale_alpha: each token's loss weighs (h w)^-alpha of its scale. branch_at:
-        the number of first scales that ``branches`` samples share (None: none). dtype: of the
+        the number of first scales that samples share, as a tree (None: none). branches: how many share
+        them; ``train.group_size`` is a multiple of it. dtype: of the
         transformer. guidance_scale: at the last scale, growing from 1 at the first; it is 1 + the
         published cfg."""
         place = checkpoints.find(path)

@@ -56,8 +56,9 @@ class Amused(MaskedDiffusion, EncodesMedia, Exports):
     ):
         """Load a model folder. path: folder, hub id or world:NAME. size: pixels, one side or
         [height, width]; None: the size the model was trained at. schedule: None is the folder's
-        own. aesthetic: the aesthetic score of the micro-conditioning. attention: the kernel; auto
-        is torch's own choice."""
+        own. aesthetic: the aesthetic score of the micro-conditioning. dtype: of the frozen
+        weights. text_encoder_placement: where the text encoder goes after use. text_cache: number
+        of cached prompts. attention: the kernel; auto is torch's own choice."""
         from diffusers import AmusedScheduler, UVit2DModel, VQModel
 
         self.place = diffusers_folder.resolve(path, "AmusedPipeline")

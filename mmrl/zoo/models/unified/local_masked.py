@@ -41,7 +41,9 @@ from samplers.noise import Rng
 class Picture:
     """Describes pictures: the options of ``masked_image_lm``, and how much a code counts.
 
-    weight: of the loss of a picture's codes, beside 1 of a word's."""
+    decoder, first, codes, side, prompt, after, special_tokens, steps, schedule, guidance_scale,
+    temperature: as of ``masked_image_lm``. weight: of the loss of a picture's codes, beside 1 of a
+    word's."""
 
     decoder: str
     first: Annotated[int, Ge(0)]
@@ -114,8 +116,8 @@ class UnifiedMasked(TokenPolicy, Demonstrates, Guided, Exports):
         code: str | None = None,
         **options: Any,
     ):
-        """Load the model. path: its folder. picture: how it draws. max_new_tokens, block, steps,
-        schedule, temperature: of answers, as of ``masked_lm``. mask: id of the mask token; None:
+        """Load the model. path: its folder. picture: how it draws. max_new_tokens, block,
+        steps, schedule, temperature: of answers, as of ``masked_lm``. dtype: of the frozen weights. mask: id of the mask token; None:
         the tokenizer's. remote_code: run the Python code in that folder, or ``code``. code:
         ``file.py:build``, a function of path that returns tokenizer and model; None: transformers'
         auto classes."""
