@@ -35,8 +35,8 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class Lora:
-    """Holds the options of adapters, which are float32 and start at zero: the reference is the model
-    without them.
+    """Holds the options of adapters, which are float32 and start at zero: the reference is the
+    model without them.
 
     rank: of both factors. alpha: the adapter counts alpha / rank times; null: twice the rank.
     targets: module-name suffixes, ``all-linear``, or a regular expression of whole names; null: the

@@ -90,15 +90,15 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
     guidance_scale: classifier-free guidance scale w, v = v_u + w (v_c - v_u); 1: one pass without
     the empty prompt. logprob_guidance: what is scored; "guided" is what was sampled,
     "guided_stopgrad_uncond" the same without gradient through the unconditional branch,
-    "conditional" leaves guidance out of the score (a mismatch some codes publish). same_initial_noise: the samples of a group share their initial noise.
-    trajectory_dtype: dtype that latents are rounded to before they are scored, and stored in.
-    logprob_reduction: log-prob as mean or sum over dimensions; published clip ranges belong to
-    the mean. solver: of the deterministic steps;
-    None is the kernel without noise. tree: samples that share their first steps. flash_step_ratio:
-    share of the steps after the last stochastic one that is kept (MixGRPO-Flash). logprob_type:
-    "square" leaves the variance out of the log-prob, as Flow-CPS publishes it; that is a score, not
-    a density. offload_trajectory: stored latents stay in CPU memory and are moved back for each
-    pass.
+    "conditional" leaves guidance out of the score (a mismatch some codes publish).
+    same_initial_noise: the samples of a group share their initial noise. trajectory_dtype: dtype
+    that latents are rounded to before they are scored, and stored in. logprob_reduction: log-prob
+    as mean or sum over dimensions; published clip ranges belong to the mean. solver: of the
+    deterministic steps; None is the kernel without noise. tree: samples that share their first
+    steps. flash_step_ratio: share of the steps after the last stochastic one that is kept
+    (MixGRPO-Flash). logprob_type: "square" leaves the variance out of the log-prob, as Flow-CPS
+    publishes it; that is a score, not a density. offload_trajectory: stored latents stay in CPU
+    memory and are moved back for each pass.
     """
 
     # its sampler adds fresh noise between steps, in evaluation too (consistency models)

@@ -96,15 +96,15 @@ class FolderPolicy(
         """Load a model folder. path: folder, hub id or world:NAME. size: pixels, one side or
         [height, width]. timestep_schedule: None is the folder's own scheduler. dtype: of the frozen
         weights. text_encoder_placement: after use; offload (to the CPU), release (drop; every
-        prompt is encoded at the start) or keep; cpu: encode there, slowly. text_cache: number of cached
-        prompts. attention: the network's backend; auto is xformers on CUDA where it is no slower, else SDPA.
-        compile: the network's repeated blocks, by torch.compile; a string names its backend.
-        vae_tiling, vae_slicing: the autoencoder processes overlapping tiles, or one sample at a
-        time, as in diffusers' pipelines. quantization: the frozen weights of the network's blocks
-        in 4 bits (nf4, fp4) or 8 (8bit), under adapters. scheduler: lcm samples in few steps as
-        diffusers' LCMScheduler, whatever sde_type, noise_level, noise_window and solver say: for
-        students of the objectives consistency and dmd; export writes that scheduler.
-        negative_prompt: as the pipeline's; a row's own takes precedence."""
+        prompt is encoded at the start) or keep; cpu: encode there, slowly. text_cache: number of
+        cached prompts. attention: the network's backend; auto is xformers on CUDA where it is no
+        slower, else SDPA. compile: the network's repeated blocks, by torch.compile; a string names
+        its backend. vae_tiling, vae_slicing: the autoencoder processes overlapping tiles, or one
+        sample at a time, as in diffusers' pipelines. quantization: the frozen weights of the
+        network's blocks in 4 bits (nf4, fp4) or 8 (8bit), under adapters. scheduler: lcm samples in
+        few steps as diffusers' LCMScheduler, whatever sde_type, noise_level, noise_window and
+        solver say: for students of the objectives consistency and dmd; export writes that
+        scheduler. negative_prompt: as the pipeline's; a row's own takes precedence."""
         self.negative_prompt = negative_prompt
         self.row_negatives = False  # whether some prompts set a negative prompt
         self.row_scales: tuple[str, ...] = ()  # guidance scales that prompts set

@@ -25,15 +25,15 @@ class VLLMOptions:
     sync: what is sent before a rollout: "weights", all of them with adapters merged, or "lora",
     only the adapters, which vLLM adds to the base model that it loaded at the start.
 
-    For vllm. gpu_memory_utilization: share of the device's memory that it may use. kv_cache_gib: memory for
-    keys and values; null: vLLM's own rule. max_model_len: maximum tokens of prompt and answer;
-    null: the model's. max_images: maximum images per prompt. enforce_eager: without CUDA graphs.
-    enable_sleep_mode: free memory between rollouts, on CUDA.
+    For vllm. gpu_memory_utilization: share of the device's memory that it may use. kv_cache_gib:
+    memory for keys and values; null: vLLM's own rule. max_model_len: maximum tokens of prompt and
+    answer; null: the model's. max_images: maximum images per prompt. enforce_eager: without CUDA
+    graphs. enable_sleep_mode: free memory between rollouts, on CUDA.
 
     For vllm-server. server_base_url: its address, without /v1; a key is read from the environment
-    variable VLLM_API_KEY. server_timeout: seconds for a request. weight_transfer: how weights are sent:
-    "folder", as safetensors through shared_folder, which both machines see under that path; or
-    "nccl", vLLM's weight-transfer API between CUDA devices, with this process as master.
+    variable VLLM_API_KEY. server_timeout: seconds for a request. weight_transfer: how weights are
+    sent: "folder", as safetensors through shared_folder, which both machines see under that path;
+    or "nccl", vLLM's weight-transfer API between CUDA devices, with this process as master.
     shared_folder: that folder. master_address: where the server finds this process, with nccl.
     group_port: the port there. concurrency: concurrent requests.
     """

@@ -50,11 +50,10 @@ class VAR(EncodedImagePolicy):
     ):
         """Load the transformer and its VQ-VAE. path: the transformer's checkpoint, one of the
         published training (ar-ckpt-best.pth), or a folder as exported. vae: the VQ-VAE's
-        checkpoint. scale_alpha: each token's loss weighs (h w)^-alpha of its scale. branch_at:
-        the number of first scales that samples share, as a tree (None: none). branches: how many share
-        them; ``train.group_size`` is a multiple of it. dtype: of the
-        transformer. guidance_scale: at the last scale, growing from 1 at the first; it is 1 + the
-        published cfg."""
+        checkpoint. scale_alpha: each token's loss weighs (h w)^-alpha of its scale. branch_at: the
+        number of first scales that samples share, as a tree (None: none). branches: how many share
+        them; ``train.group_size`` is a multiple of it. dtype: of the transformer. guidance_scale:
+        at the last scale, growing from 1 at the first; it is 1 + the published cfg."""
         place = checkpoints.find(path)
         file = place / "var.safetensors" if place.is_dir() else place
         vae = vae or (str(place / "vae.safetensors") if place.is_dir() else None)

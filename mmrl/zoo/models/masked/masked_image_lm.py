@@ -61,14 +61,13 @@ class MaskedImageLM(MaskedLM, EncodesMedia):
         remote_code: bool = False,
         **options: Any,
     ):
-        """Load the model. path: folder or hub id of model and tokenizer. decoder: a diffusers folder
-        of a VQModel, or ``file.py:build``, whose function makes images [B, 3, H, W] in 0..1 of
-        codes [B, h, w]. first: id of code 0 (MMaDA: 126349). codes: how many (MMaDA: 8192). side:
-        tokens of a side. prompt: the input before an image, with {text}. after: the input after
-        it. special_tokens: ids, by name, of special tokens in the two that the tokenizer does not
-        know. steps: passes. mask: id of the mask token; None: the tokenizer's. dtype: of the frozen
-        weights.
-        remote_code: run the Python code of the model's own repository."""
+        """Load the model. path: folder or hub id of model and tokenizer. decoder: a diffusers
+        folder of a VQModel, or ``file.py:build``, whose function makes images [B, 3, H, W] in 0..1
+        of codes [B, h, w]. first: id of code 0 (MMaDA: 126349). codes: how many (MMaDA: 8192).
+        side: tokens of a side. prompt: the input before an image, with {text}. after: the input
+        after it. special_tokens: ids, by name, of special tokens in the two that the tokenizer does
+        not know. steps: passes. mask: id of the mask token; None: the tokenizer's. dtype: of the
+        frozen weights. remote_code: run the Python code of the model's own repository."""
         if "{text}" not in prompt:
             raise UserError(
                 f"policy option prompt must hold {{text}}, where a prompt's text "

@@ -62,10 +62,10 @@ class MaskedLM(MaskedDiffusion, WritesText, Exports):
         loaded: tuple[Any, Any] | None = None,
         **options: Any,
     ):
-        """Load the model. path: folder or hub id of model and tokenizer. max_new_tokens: of every answer. block: tokens finished before the next
-        ones are begun; None: all at once. block_causal: blocks are LLaDA2's. steps:
-        passes, the same number for each block. mask: id of the mask token (LLaDA: 126336); None:
-        the tokenizer's. dtype: of the frozen weights.
+        """Load the model. path: folder or hub id of model and tokenizer. max_new_tokens: of every
+        answer. block: tokens finished before the next ones are begun; None: all at once.
+        block_causal: blocks are LLaDA2's. steps: passes, the same number for each block. mask: id
+        of the mask token (LLaDA: 126336); None: the tokenizer's. dtype: of the frozen weights.
         remote_code: run the Python code of the model's own repository, or ``code``. code:
         ``file.py:build``, a function of path that returns tokenizer and model, for repositories
         that transformers' auto classes do not load. loaded: both, where another policy has them."""

@@ -116,11 +116,11 @@ class UnifiedMasked(TokenPolicy, Demonstrates, Guided, Exports):
         code: str | None = None,
         **options: Any,
     ):
-        """Load the model. path: its folder. picture: how it draws. max_new_tokens, block,
-        steps, schedule, temperature: of answers, as of ``masked_lm``. dtype: of the frozen weights. mask: id of the mask token; None:
-        the tokenizer's. remote_code: run the Python code in that folder, or ``code``. code:
-        ``file.py:build``, a function of path that returns tokenizer and model; None: transformers'
-        auto classes."""
+        """Load the model. path: its folder. picture: how it draws. max_new_tokens, block, steps,
+        schedule, temperature: of answers, as of ``masked_lm``. dtype: of the frozen weights. mask:
+        id of the mask token; None: the tokenizer's. remote_code: run the Python code in that
+        folder, or ``code``. code: ``file.py:build``, a function of path that returns tokenizer and
+        model; None: transformers' auto classes."""
         self.place = locate(path)
         loaded = load(self.place, getattr(torch, dtype), remote_code, code)
         chosen = asdict(picture)

@@ -55,8 +55,9 @@ class JanusUnified(Passes, EvaluatesGreedily, Measures):
     ):
         """Load the model. path: folder or hub id. plan: text that is written before every image.
         answer: how prompts of the task ``understand`` are answered; None: there are none. weigh:
-        every token of a row alike, or the mean of its text and the mean of its image.
-        text_share: share of a row's weight that its text has with ``weigh: segment``. budgets: of the pictures in prompts."""
+        every token of a row alike, or the mean of its text and the mean of its image. text_share:
+        share of a row's weight that its text has with ``weigh: segment``. budgets: of the pictures
+        in prompts."""
         super().__init__(path, **options)
         config = self.net.config
         generation = self.net.hf.generation_config
