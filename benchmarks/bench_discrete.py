@@ -508,22 +508,12 @@ transformers' `generate` does not do so for pictures,
 and `torch.compile` of its language model by hand gave nothing (see docs/lab-notes.md)."""
 
 WHY = """\
-Janus and aMUSEd are compared with the libraries. LlamaGen and VAR are in none; the other side is a
-plain loop written from the papers (`benchmarks/plain_tokens.py`) and says nothing of others' code.
-
-What is saved. Janus: the prompt is read once for a group; attention looks at the tokens there are,
-not at all places of a static cache; the embedding's layers run once for conditional and
-unconditional rows, and the product with the codebook once for their mixture, since the weights of
-guidance add up to 1; no masks and caches are made anew for a token. aMUSEd: the first pass, in
-which all images of a group are hidden, is one image; keys and values of the text are made once for
-all images; logits are made of hidden tokens only, and once for the mixture. LlamaGen, VAR: as
-Janus. All: a token is drawn with one uniform number, whose place is looked up in running
-sums over blocks of the codebook, on CPUs a few rows at a time.
-
-What remains is the transformer itself, at the same number of rows, so the factor falls as it grows.
-"Products" is what mmrl's own products with weights, convolutions and attention take, in place: with
-nothing around them mmrl would be "at most" so many times as fast. Memory bounds them: a token of
-Janus reads all weights, and all keys and values, once."""
+Janus and aMUSEd are compared with the libraries; for LlamaGen and VAR the other side is a plain
+loop written from the papers (`benchmarks/plain_tokens.py`). A group's prompt is read once,
+attention covers only existing tokens, and guidance is mixed before the head. aMUSEd's first pass is
+one image, since all images of a group are still masked. What remains is the transformer itself, so
+the factor falls as it grows. "Products" is the time of mmrl's own matrix products, convolutions and
+attention: the bound on any further speed-up."""
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:

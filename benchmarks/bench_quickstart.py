@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from measuring import described
+
 from mmrl.core.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +64,7 @@ def page(report: dict) -> str:
             "",
             "![before and after](before_after.png)",
             "",
-            f"Machine: `{json.dumps(computer)}`",
+            described(computer),
             "",
         ]
     )

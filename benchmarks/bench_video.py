@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from measuring import described  # noqa: E402
 
 from mmrl.cli import commands  # noqa: E402
 from mmrl.core.machine import machine  # noqa: E402
@@ -119,19 +120,13 @@ def picture(runs: list[dict]) -> str:
     return f"{head.replace('<svg', f'<svg {size}', 1)}><style>{STYLE}</style>{body}"
 
 
-def table(runs: list[dict], reward: str) -> list[str]:
-    lines = ["| seed | before | after | gain |", "|---|---|---|---|"]
-    for run in runs:
-        before = run["base"][reward]
-        after = run["trained"][reward]
-        cells = [f"{e['mean']:.3f} [{e['low']:.3f}, {e['high']:.3f}]" for e in (before, after)]
-        lines.append(
-            f"| {run['seed']} | {cells[0]} | {cells[1]} | {after['mean'] - before['mean']:+.3f} |"
-        )
-    first, last = (
-        sum(run[when][reward]["mean"] for run in runs) / len(runs) for when in ("base", "trained")
-    )
-    return [*lines, f"| mean | {first:.3f} | {last:.3f} | {last - first:+.3f} |"]
+def row(runs: list[dict], reward: str, meaning: str) -> str:
+    """Write the row of a reward: before, after for each seed, and the mean gain."""
+    before = runs[0]["base"][reward]
+    after = [run["trained"][reward]["mean"] for run in runs]
+    gain = sum(after) / len(after) - sum(run["base"][reward]["mean"] for run in runs) / len(runs)
+    start = f"{before['mean']:.3f} [{before['low']:.3f}, {before['high']:.3f}]"
+    return f"| {meaning} | {start} | {', '.join(f'{x:.3f}' for x in after)} | {gain:+.3f} |"
 
 
 def page(report: dict) -> str:
@@ -156,12 +151,12 @@ def page(report: dict) -> str:
         lines += [f"## `mmrl train digits/{recipe}`: {RECIPES[recipe]}", ""]
         spent = ", ".join(f"{run['cpu_seconds']:.0f} ({run['seconds']:.0f})" for run in runs)
         lines += [f"{runs[0]['iterations']} iterations; processor (wall) seconds: {spent}.", ""]
-        for reward, meaning in REWARDS.items():
-            lines += [f"{meaning[0].upper()}{meaning[1:]}:", "", *table(runs, reward), ""]
+        lines += ["| | before | after, each seed | mean gain |", "|---|---|---|---|"]
+        lines += [row(runs, reward, meaning) for reward, meaning in REWARDS.items()] + [""]
         lines += [f"![held-out rewards over iterations](digits_video_{recipe}.svg)", ""]
         lines += [f"Before and after, seed {runs[0]['seed']}:", ""]
         lines += [f"![before and after](digits_video_{recipe}.png)", ""]
-    return "\n".join([*lines, f"Machine: `{json.dumps(report['machine'])}`", ""])
+    return "\n".join([*lines, described(report["machine"]), ""])
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from measuring import described
+
 from mmrl.core.machine import machine
 from mmrl.monitoring.report.charts import Chart, Series
 
@@ -115,7 +117,7 @@ def page(report: dict) -> str:
             ]
             lines += [f"Mean IoU, which is what was optimised: {', '.join(changes)}.", ""]
         lines += [f"![held-out {metric} over iterations](vlm_{recipe}.svg)", ""]
-    return "\n".join([*lines, f"Machine: `{json.dumps(report['machine'])}`", ""])
+    return "\n".join([*lines, described(report["machine"]), ""])
 
 
 def main() -> None:

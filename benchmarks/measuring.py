@@ -26,6 +26,17 @@ def publish(out: Path, report: dict[str, Any], page: str) -> None:
     print(page)
 
 
+def described(machine: dict[str, Any]) -> str:
+    """Write where and when something was measured."""
+    versions = machine["versions"]
+    libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers"))
+    where = f"{machine['cpu']}, {machine['cores']} cores; {libraries}, transformers"
+    return (
+        f"Machine: {where} {versions['transformers']}; commit {machine['commit']}, "
+        f"{machine['time'][:10]}."
+    )
+
+
 @contextmanager
 def counting(net: torch.nn.Module) -> Iterator[dict[str, int]]:
     """Count forward passes of the network, and rows in them (a guided row is two)."""

@@ -3,16 +3,16 @@
     python scripts/dev/check_shards.py                         # all, into docs/results/shards.md
     python scripts/dev/check_shards.py --only vlm-llava modular-echo --out FOLDER
 
-Rows of the page that are not rerun are kept, with the run that they come from. Tiny models of the
-real classes with random weights train for two iterations, on gloo: samples, rewards, log-probs,
-advantages, metrics and all weights. In float64; in float32 if a network mixes in values of a fixed
-dtype. The suite has some of them (tests/train/test_processes.py).
+Results are kept in shards.json; cases that are not rerun keep theirs, with their run. Tiny models
+of the real classes with random weights train for two iterations, on gloo: samples, rewards,
+log-probs, advantages, metrics and all weights. In float64; in float32 if a network mixes in values
+of a fixed dtype. The suite has some of them (tests/train/test_processes.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 KINDS = {"one": (), "copies": (), "shards": ("--sharded",)}
-RUN = re.compile(r"\| (\d+) \| (\d{4}-.*) \|")
-CASE = re.compile(r"\| ((?:vlm|pipeline|modular)-\S+) \| (.*) \| (\d+) \|")
+EQUAL = 1e-13  # differences up to this are listed without their numbers
 
 
 class Row(NamedTuple):
@@ -117,40 +116,40 @@ def described() -> str:
     return f"{about['time']} | {about['commit']} | {about['cpu']} | {libraries}"
 
 
-def read(page: str) -> dict[str, Row]:
-    """Read the rows of a page."""
-    lines = page.splitlines()
-    runs = {match[1]: match[2] for match in map(RUN.fullmatch, lines) if match}
-    found = [match for match in map(CASE.fullmatch, lines) if match]
-    return {match[1]: Row(match[2], runs[match[3]]) for match in found}
+def equal(row: Row) -> bool:
+    """Whether a case in float64 equals one process, with a gradient to compare."""
+    kind, *numbers, gradient = row.cells.split(" | ")
+    if kind != "float64" or len(numbers) != 2:
+        return False
+    return max(map(float, numbers)) < EQUAL and float(gradient) > 0
 
 
 def page(rows: Mapping[str, Row], known: list[str]) -> str:
     """Write the page of the rows of known cases, in their order."""
     rows = {case: rows[case] for case in known if case in rows}
-    runs = {run: str(i + 1) for i, run in enumerate(sorted({row.run for row in rows.values()}))}
-    ran = sum(" failed as " not in row.cells for row in rows.values())
+    ran = sum("failed as " not in row.cells for row in rows.values())
     lacking = [case for case in known if case not in rows]
+    same = [case for case, row in rows.items() if equal(row)]
+    runs = sorted({" ".join(row.run.split(" | ")[1:3]) for row in rows.values()})
     return "\n".join(
         [
-            "# Two processes beside one, by family",
+            "# Two processes compared with one, by family",
             "",
             "Written by `scripts/dev/check_shards.py`. Tiny models of the real classes with random",
-            "weights, two iterations on gloo; the largest difference of samples, rewards,",
-            "log-probs, advantages, metrics and weights from those of one process. A gradient of",
-            "0: all rewards were equal, so only sampling and scoring were compared; nan: no step",
-            "was taken, since rewards failed or the gradient was not finite.",
+            "weights, two iterations on gloo: the largest difference of samples, rewards,",
+            f"log-probs, advantages, metrics and weights. Commits and machines: {'; '.join(runs)}.",
             "",
             f"{ran} of {len(rows)} ran."
             + (f" Not measured: {', '.join(lacking)}." if lacking else ""),
+            f"In float64 {len(same)} differ by less than {EQUAL:.0e}, as copies and as shards:",
+            f"{', '.join(same)}.",
             "",
-            "| run | on | commit | machine | libraries |",
+            "The others. A gradient of 0: all rewards were equal, so only sampling and scoring",
+            "were compared; nan: no step was taken. Networks in float32 use values of that type.",
+            "",
+            "| case | in | copies (DDP) | shards (FSDP2) | norm of the gradient |",
             "|---|---|---|---|---|",
-            *(f"| {number} | {run} |" for run, number in runs.items()),
-            "",
-            "| case | in | copies (DDP) | shards (FSDP2) | norm of the gradient | run |",
-            "|---|---|---|---|---|---|",
-            *(f"| {case} | {row.cells} | {runs[row.run]} |" for case, row in rows.items()),
+            *(f"| {case} | {row.cells} |" for case, row in rows.items() if case not in same),
             "",
         ]
     )
@@ -168,12 +167,14 @@ def main() -> int:
     if strangers:
         parser.error(f"--only: {', '.join(strangers)}: choose from {', '.join(known)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    file = arguments.out / "shards.md"
-    rows = read(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    file, record = (arguments.out / f"shards.{kind}" for kind in ("md", "json"))
+    known_rows = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    rows = {case: Row(*row) for case, row in known_rows.items()}
     run_now = described()
     for case in arguments.only or known:
         rows[case] = Row(cells(compare(case)), run_now)
         print(f"| {case} | {rows[case].cells} |", flush=True)
+        record.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         file.write_text(page(rows, known), encoding="utf-8")
     return 0
 

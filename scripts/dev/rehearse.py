@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,27 +204,26 @@ def page(report: dict[str, Any]) -> str:
         "",
         f"Written by `{report['machine']['command']}` on {report['machine']['time']}, commit "
         f"{report['machine']['commit']}. No card was used: the real networks passed on fake "
-        "tensors at true size, as `mmrl train CONFIG --dry-run --devices "
-        f"{report['devices']}` does it; see [scale](../scale.md) for what is counted and what is "
-        "arithmetic. No estimate of seconds was compared with a card.",
+        "tensors at true size, as in `mmrl train CONFIG --dry-run --devices "
+        f"{report['devices']}` ([what is counted](../scale.md#what-is-rehearsed)). No estimate of "
+        "seconds was compared with a card.",
         "",
         *(_of_pipelines() if replayed else []),
         f"{len(done)} of {len(_all(replayed))} {what} were rehearsed: "
         f"{fit} fit as copies (DDP), "
         f"{shard} more in shards (FSDP2), {len(done) - fit - shard} do not fit as they stand.",
         "",
-        "Peak: GiB of one card at its fullest moment. s: of one iteration "
-        "without rewards. A star: sizes were "
-        "rounded up to be shared by all cards (the json says to what). PFLOP: 10^15 additions and "
-        "multiplications of an iteration, all cards together; an H100 can do 0.99 of them a "
-        "second. MFU: the share of that which would be used.",
+        "Peak: GiB of one card at its fullest moment. s: of one iteration as copies, without "
+        "rewards. MFU: the used share of the card's peak. More is in the json.",
         "",
         *_missing(rows, replayed),
-        f"| {'pipeline' if replayed else 'configuration'} | parameters | trained | pass "
-        "| peak, copies | at | peak, shards "
-        "| s, copies | s, shards | PFLOP | MFU | fits |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *(_line(name, row, replayed) for name, row in done.items()),
+        f"| {'pipeline' if replayed else 'configurations'} | parameters | peak, copies "
+        "| peak, shards | s | MFU | needs shards |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            _line(name, group, replayed)
+            for name, group in (_one_by_one(done) if replayed else _by_folder(done)).items()
+        ),
     ]
     failed = {name: row["failed"] for name, row in rows.items() if "failed" in row}
     if failed:
@@ -233,29 +232,53 @@ def page(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(name: str, row: dict[str, Any], replayed: bool) -> str:
-    copies, shards = row["copies"], row["shards"]
-    how = "copies" if copies["fits"] else "shards" if shards["fits"] else "no"
-    return (
-        f"| {name}{'*' if row['overrides'] and not replayed else ''} | "
-        f"{_count(row['parameters'])} | "
-        f"{_count(row['trained'])} | {row['pass_rows']} | {copies['peak_gib']:.2f} | "
-        f"{copies['fullest']} | {shards['peak_gib']:.2f} | "
-        f"{copies['seconds']:.3g} | "
-        f"{shards['seconds']:.3g} | {copies['pflop']:.3g} | {copies['mfu']:.0%} | {how} |"
-    )
+Rows = dict[str, dict[str, Any]]
+
+
+def _one_by_one(rows: Rows) -> dict[str, Rows]:
+    return {name: {name: row} for name, row in rows.items()}
+
+
+def _by_folder(rows: Rows) -> dict[str, Rows]:
+    """Group configurations by their folder, one model family or benchmark each."""
+    groups: dict[str, Rows] = {}
+    for name, row in rows.items():
+        groups.setdefault(name.split("/")[0], {})[name] = row
+    return {f"{name} ({len(group)})": group for name, group in groups.items()}
+
+
+def _line(name: str, rows: Rows, replayed: bool) -> str:
+    """Write a row of the table, with least and most where several share it."""
+
+    def ranged(form: Callable[[Any], str], *keys: str) -> str:
+        values = []
+        for row in rows.values():
+            for key in keys:
+                row = row[key]
+            values.append(row)
+        least, most = form(min(values)), form(max(values))
+        return least if least == most else f"{least} to {most}"
+
+    sharded = [each for each, row in rows.items() if not row["copies"]["fits"]]
+    needs = ("yes" if replayed else ", ".join(sharded)) if sharded else ""
+    cells = [
+        name,
+        ranged(_count, "parameters"),
+        ranged("{:.1f}".format, "copies", "peak_gib"),
+        ranged("{:.1f}".format, "shards", "peak_gib"),
+        ranged(_seconds, "copies", "seconds"),
+        ranged("{:.0%}".format, "copies", "mfu"),
+        needs,
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _of_pipelines() -> list[str]:
     """Describe what is common to these rows."""
     return [
-        "Published models that `policy: pipeline` replays, each at its usual size, with the "
-        "groups, steps and objective of `configs/digits/pipeline.yaml` shared by all cards (16 "
-        "prompts of 16 samples, 8 steps, 4 of them with noise, unless the json says otherwise), "
-        "adapters of rank 32 on bfloat16 weights, gradient checkpointing and one sample a pass. "
-        "Their pipelines' own code ran on zeros. Sizes of the networks are from the published "
-        "configurations (`mmrl/apps/dry_run/published.json`); texts are as long as the pipeline "
-        "pads them to, else 256 tokens.",
+        "Published models that `policy: pipeline` replays at their usual size: 16 prompts of 16 "
+        "samples shared by all cards, 8 steps, 4 of them with noise, adapters of rank 32 on "
+        "bfloat16 weights, gradient checkpointing, one sample a pass.",
         "",
     ]
 
@@ -270,6 +293,10 @@ def _missing(rows: dict[str, Any], replayed: bool) -> list[str]:
     return [f"Not tried yet: {', '.join(names)}.", ""] if names else []
 
 
+def _seconds(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 def _count(number: float) -> str:
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
 
@@ -279,8 +306,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--devices", default="8xH100")
     parser.add_argument("--only", nargs="+", default=[], help="beginnings of names")
     parser.add_argument("--out", type=Path, help="where to write, without the ending")
-    parser.add_argument("--again", action="store_true", help="measure what is there anew")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after")
+    parser.add_argument("--again", action="store_true", help="measure again what is there")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after")
     parser.add_argument("--pipelines", action="store_true", help="published models, replayed")
     args = parser.parse_args(words)
     load_built_in()

@@ -29,7 +29,7 @@ from tests.fixtures import tiny_configs, tiny_vlms  # noqa: E402
 from tests.fixtures import tiny_vlms_2026 as later  # noqa: E402
 
 SECONDS = 90  # of a class
-LENGTH = 260  # of a reason
+LENGTH = 110  # of a reason
 LARGEST = 30_000_000  # maximum parameters of a class whose sizes could be shrunk
 # thresholds of sparse attention, for a second test with longer prompts
 THRESHOLDS = {
@@ -143,14 +143,14 @@ def tried(kind: type, config: type) -> tuple[str, str]:
 
 
 def main(names: list[str]) -> None:
-    """Print a table of all classes, or of the named ones."""
+    """Print the table of docs/results/vlm_classes.md, or of the named classes."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     mapping = transformers.AutoModelForImageTextToText._model_mapping
-    print("| model type | verdict | |\n|---|---|---|")
+    verdicts = []
     for config in mapping:
         name = config.model_type
         if names and name not in names:
@@ -163,8 +163,24 @@ def main(names: list[str]) -> None:
             verdict, why = "not built", str(error)
         finally:
             signal.alarm(0)
-        why = why.replace("|", "/").replace("\n", " ")
-        print(f"| {name} | {verdict} | {why[:LENGTH]} |", flush=True)
+        verdicts.append((name, verdict, why.replace("|", "/").replace("\n", " ")))
+        print(*verdicts[-1], file=sys.stderr, flush=True)
+    print(table(verdicts))
+
+
+def table(verdicts: list[tuple[str, str, str]]) -> str:
+    """Write a row for all classes of one verdict and kind."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, verdict, why in verdicts:
+        if verdict == "equal":
+            kind = why.partition(": ")[2]
+        else:
+            kind = why.removeprefix("policy.vlm.path: ").replace(name, "it").partition(" (Ty")[0]
+            kind = kind.partition(" (Value")[0]
+            kind = kind if len(kind) <= LENGTH else f"{kind[:LENGTH].rsplit(' ', 1)[0]} ..."
+        kinds.setdefault((verdict, kind), []).append(name)
+    rows = [f"| {v} | {kind} | {', '.join(names)} |" for (v, kind), names in sorted(kinds.items())]
+    return "\n".join(["| verdict | how, or why | model types |", "|---|---|---|", *rows])
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def run(soak: Soak) -> Iterator[Experiment]:
     lines = [json.loads(x) for x in (training.folder / "metrics.jsonl").read_text().splitlines()]
     count = len(lines)
     ended = Experiment(
-        "ended as told", count, int(status not in (0, 75)), f"{count} iterations, status {status}"
+        "ended normally", count, int(status not in (0, 75)), f"{count} iterations, status {status}"
     )
     yield ended
     yield _flat("memory", count, memory, " MiB", MOST_GROWTH, absolute=True)

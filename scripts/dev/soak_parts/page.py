@@ -12,12 +12,14 @@ from typing import Any
 from mmrl.core.files import write_json
 from mmrl.core.machine import machine
 
-HEAD = """# Trust: what was tried against it, and what came of it
+HEAD = """# Trust: attacks and faults that were tried
 
-Written by `scripts/dev/soak`; a section is measured again by `scripts/dev/soak SECTION`, see
-`trust.json` for the numbers. *Tries* counts what was tried, *failed* those with another
-outcome than expected.
-"""
+Written by `scripts/dev/soak`; `scripts/dev/soak SECTION` measures a section again. *Tries* counts
+what was tried, *failed* those with another outcome than expected. Machines, seconds and further
+numbers are in `trust.json`.
+
+| section | experiment | tries | failed | outcome |
+|---|---|---|---|---|"""
 
 
 @dataclass(frozen=True)
@@ -64,23 +66,15 @@ def write(
         "experiments": [asdict(experiment) for experiment in experiments],
     }
     write_json(record, dict(sorted(known.items())))
-    page.write_text("\n".join([HEAD, *map(_section, *zip(*sorted(known.items())))]), "utf-8")
+    rows = [row for entry in sorted(known.items()) for row in _rows(*entry)]
+    page.write_text("\n".join([HEAD, *rows, ""]), "utf-8")
 
 
-def _section(name: str, figures: Mapping[str, Any]) -> str:
-    """Write one section: a heading, where and when it was measured, and its table."""
-    host = figures["machine"]
-    where = f"{host.get('cpu')}, {host.get('cores')} cores, commit {host.get('commit')}"
-    rows = [
-        f"| {row['name']} | {row['tries']} | {row['failed']} | {row['outcome']} |"
-        for row in figures["experiments"]
+def _rows(name: str, figures: Mapping[str, Any]) -> list[str]:
+    """Write the rows of one section; the first says when and of which commit they are."""
+    section = f"{name} ({figures['date']}, {figures['machine'].get('commit')})"
+    return [
+        f"| {'' if number else section} | {row['name']} | {row['tries']} | {row['failed']} "
+        f"| {row['outcome']} |"
+        for number, row in enumerate(figures["experiments"])
     ]
-    return "\n".join(
-        [
-            f"## {name}\n\n{figures['shows']}.",
-            f"{figures['date']}, {figures['seconds']} s, {where}.\n",
-            "| experiment | tries | failed | outcome |\n|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
