@@ -27,9 +27,10 @@ def row(case: Case) -> str:
     rows = "" if case.refused else "together" if case.together else "one by one"
     needed = {name: value for name, value in case.options.items() if name not in UNGUARDED}
     options = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in needed.items())
-    notes = "; ".join(note for note in (case.note, options and f"needs {options}") if note)
-    media = "" if case.refused else "yes" if case.demonstrations else "no"
-    return f"| {case.pipeline} | {result} | {rows} | {media} | {notes} |"
+    media = "" if case.refused or case.demonstrations else "no demonstrations"
+    needs = options and f"needs {options}"
+    notes = "; ".join(note for note in (case.note, needs, media) if note)
+    return f"| {case.pipeline} | {result} | {rows} | {notes} |"
 
 
 def table() -> str:
@@ -37,7 +38,7 @@ def table() -> str:
     plain = sorted({case.pipeline for case in CASES.values() if is_plain(case)})
     rows = sorted(row(case) for case in CASES.values() if not is_plain(case))
     listed = f"Yes, prompts in one call, with demonstrations: {', '.join(plain)}.\n\nThe others:"
-    head = "| pipeline | trained | prompts in a call | demonstrations | |\n|---|---|---|---|---|"
+    head = "| pipeline | trained | prompts in a call | |\n|---|---|---|---|"
     return "\n".join([BEGIN, "", listed, "", head, *rows, "", END])
 
 
