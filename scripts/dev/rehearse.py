@@ -259,7 +259,7 @@ def _line(name: str, rows: Rows, replayed: bool) -> str:
         least, most = form(min(values)), form(max(values))
         return least if least == most else f"{least} to {most}"
 
-    sharded = [each for each, row in rows.items() if not row["copies"]["fits"]]
+    sharded = [each.rpartition("/")[2] for each, row in rows.items() if not row["copies"]["fits"]]
     needs = ("yes" if replayed else ", ".join(sharded)) if sharded else ""
     cells = [
         name,
