@@ -17,7 +17,7 @@ def test_a_section_replaces_its_own_figures_only(tmp_path):
     write(page, "a", "Shows a", [Experiment("second", 1, 1, "a traceback")], 1.0)
     write(page, "b", "Shows b", [Experiment("third", 4, 0, "fine")], 2.0)
     text = page.read_text()
-    assert text.index("## a") < text.index("## b")
+    assert text.index("| a (") < text.index("| b (")
     assert "| third | 4 | 0 | fine |" in text and "| second | 1 | 1 | a traceback |" in text
     assert "first" not in text
     record = json.loads(page.with_suffix(".json").read_text())
