@@ -75,10 +75,8 @@ def no_networks(name, cfg):
 ON_META = published.on_meta
 
 
-@pytest.mark.parametrize(
-    "name", ["black-forest-labs/FLUX.1-dev", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"]
-)
-def test_the_table_is_what_the_meta_device_counts(name):
+def test_the_table_is_what_the_meta_device_counts():
+    name = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
     known = published.table()["models"][name]
     net = published.on_meta(
         known["parts"]["transformer"]["_class_name"], known["parts"]["transformer"]
@@ -149,7 +147,6 @@ def tiny(case, tmp_path, objective="policy_gradient: {clip_range: 1e-2, kl: 0.1}
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        ("flux", {"guidance_scale": 2.0}),
         ("sd", {"noise_level": 1.0}),
         ("flux", {"tree": {"splits": 2, "factor": 2}}),
         ("wan-two", {"frames": 5, "guidance_scale": 2.0, "guidance_scale_2": 1.5, "lora": 2}),
@@ -254,7 +251,6 @@ def questions(path, *overrides):
 @pytest.mark.parametrize(
     "options",
     [
-        [],
         ["policy.vlm.lora=2"],
         ["policy.vlm.train={language: lora, projector: full, vision: frozen}"],
     ],

@@ -86,7 +86,7 @@ def test_a_rehearsal_of_a_vlm_counts_its_bytes_too(tmp_path):
 
 def test_a_rehearsed_pass_takes_what_a_real_one_does():
     pytest.importorskip("bitsandbytes")
-    name, of_case, _, _ = CASES["flux"]
+    name, of_case = CASES["flux"].policy, CASES["flux"].own
     chosen = {"lora": 2, "quantization": "nf4", "fixed_batch_rows": 2}
     policy = make("flux", **chosen)
     with torch.no_grad():

@@ -49,17 +49,16 @@ def real(case, **options):
 
 
 def rehearsed(case, **options):
-    name, of_case, _, _ = CASES[case]
+    name, of_case = CASES[case].policy, CASES[case].own
     place = tiny_diffusers.folder(case)
     chosen = of_case | {"path": str(place), "steps": 3, "fixed_batch_rows": 2} | options
     return rehearsal.rehearse(rehearsal.flow(POLICIES[name], place, chosen, PLAIN, 2))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["sd", "sdxl", "flux", "wan-two"])
 def test_memory_on_fakes_is_within_a_tenth_of_a_real_pass(case):
-    guided = {} if case == "lcm" else {"guidance_scale": 2.0}
-    policy, measured = real(case, **guided)
-    guess = rehearsed(case, **guided)
+    policy, measured = real(case, guidance_scale=2.0)
+    guess = rehearsed(case, guidance_scale=2.0)
     assert guess.update.memory["total"] == pytest.approx(measured.memory["total"], rel=0.1)
     for part in ("parameters", "activations"):
         assert guess.update.memory[part] == pytest.approx(measured.memory[part], rel=0.1), part
@@ -103,7 +102,8 @@ def test_buffers_have_the_type_they_are_loaded_in(case, kind):
     """Those that a file of weights holds are converted, as Stable Diffusion 3's table of places,
     which was half of a small model's bytes; others stay."""
     place = locate("world:digits/sd3-test") if case == "sd3" else tiny_diffusers.folder(case)
-    chosen = {"path": str(place), "size": 32, "dtype": "bfloat16"} | CASES.get(case, ("", {}))[1]
+    own = CASES["wan"].own if case == "wan" else {}
+    chosen = {"path": str(place), "size": 32, "dtype": "bfloat16"} | own
     loaded = POLICIES.build(case, **chosen)
     stage = rehearsal.flow(POLICIES[case], Path(place), chosen, PLAIN, 2)
     types = [{n: x.dtype for n, x in net.named_buffers()} for net in (loaded.net, stage.net)]

@@ -77,21 +77,6 @@ COPIES = 2
 CASES = [(name, extra) for name in POLICIES for extra in ({}, *VARIANTS.get(name, []))]
 
 
-@pytest.fixture(
-    scope="module", params=CASES, ids=["-".join([n, *map(str, e.values())]) for n, e in CASES]
-)
-def policy(request):
-    name, extra = request.param
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # new adapters draw their first weights
-        return made("policies", name, extra=extra)
-
-
-@pytest.fixture(scope="module")
-def rollout(policy) -> Rollout:
-    return roll(policy)
-
-
 SAMPLES = Rng.of("contract")
 
 
@@ -109,7 +94,7 @@ def roll(policy, rng: Rng = SAMPLES) -> Rollout:
     return rollout.replace(advantage=signs[:, None])
 
 
-def test_a_rollout_is_rows_by_decisions(policy, rollout):
+def a_rollout_is_rows_by_decisions(policy, rollout):
     rows = len(PROMPTS) * COPIES
     decisions = rollout.mask.shape[1]
     assert rollout.group.tolist() == [p for p in range(len(PROMPTS)) for _ in range(COPIES)]
@@ -135,7 +120,7 @@ def test_a_rollout_is_rows_by_decisions(policy, rollout):
         assert not (rollout.mask & (path.noise_level == 0)).any()
 
 
-def test_conditions_are_stored_once_a_prompt(rollout):
+def conditions_are_stored_once_a_prompt(policy, rollout):
     if isinstance(rollout.cond, list):  # of prompts that do not fit one tensor
         assert len(rollout.cond) == len(PROMPTS) and all(
             len(leaf) == 1 for leaf in leaves(rollout.cond)
@@ -155,7 +140,7 @@ def leaves(nest):
     ]
 
 
-def test_scoring_repeats_sampling_to_the_bit(policy, rollout):
+def scoring_repeats_sampling_to_the_bit(policy, rollout):
     """Or, where answers are sampled token by token and scored in one pass, up to rounding (see
     Point.on_policy)."""
     for point in passes(policy.path(rollout), policy.pass_sizes.rows):
@@ -169,7 +154,7 @@ def test_scoring_repeats_sampling_to_the_bit(policy, rollout):
         )
 
 
-def test_the_path_covers_the_mask_once(policy, rollout):
+def the_path_covers_the_mask_once(policy, rollout):
     points = list(policy.path(rollout))
     seen = torch.zeros(len(rollout), dtype=torch.long)
     for point in points:
@@ -184,7 +169,7 @@ def test_the_path_covers_the_mask_once(policy, rollout):
         assert (point.num_decisions[kept] == rollout.mask.sum(1)[point.row_id[kept]]).all()
 
 
-def test_a_distribution_is_differentiable_in_the_trainable_weights_only(policy, rollout):
+def a_distribution_is_differentiable_in_the_trainable_weights_only(policy, rollout):
     point = next(iter(policy.path(rollout)))
     dist = policy.dist(point)
     assert (dist.kl(dist)[point.mask] == 0).all() and dist.entropy().shape == point.mask.shape
@@ -196,7 +181,7 @@ def test_a_distribution_is_differentiable_in_the_trainable_weights_only(policy, 
     policy.net.zero_grad()
 
 
-def test_renoised_states_are_new_reproducible_and_scored(policy, rollout):
+def renoised_states_are_new_reproducible_and_scored(policy, rollout):
     rng = Rng.of("renoise")
     one, two, other = (list(policy.renoise(rollout, r)) for r in (rng, rng, rng.fold("other")))
     assert len(one) == len(two) > 0
@@ -213,7 +198,7 @@ def test_renoised_states_are_new_reproducible_and_scored(policy, rollout):
         assert not torch.equal(one[-1].state, other[-1].state)
 
 
-def test_pictures_lie_between_0_and_1(policy, rollout):
+def pictures_lie_between_0_and_1(policy, rollout):
     media = policy.decode(rollout)
     assert len(media) == len(rollout)
     if isinstance(media, torch.Tensor) and media.is_floating_point():
@@ -222,7 +207,7 @@ def test_pictures_lie_between_0_and_1(policy, rollout):
         assert torch.equal(policy.decode(rollout[:2]), media[:2]) or policy.pass_sizes.rows is None
 
 
-def test_a_sample_depends_on_its_name_only(policy, rollout):
+def a_sample_depends_on_its_name_only(policy, rollout):
     with torch.no_grad():
         later = policy.rollout(prompts_for(policy)[1:], COPIES, Rng(SAMPLES.key, offset=1))
     assert later.row_id.tolist() == list(range(COPIES, len(PROMPTS) * COPIES))
@@ -230,7 +215,7 @@ def test_a_sample_depends_on_its_name_only(policy, rollout):
     assert not torch.equal(roll(policy, Rng.of("other")).sample, rollout.sample)
 
 
-def test_the_global_generators_are_left_alone(policy):
+def the_global_generators_are_left_alone(policy, rollout):
     before = torch.get_rng_state()
     rollout = roll(policy)
     for point in [*policy.path(rollout), *policy.renoise(rollout, Rng.of("again"))]:
@@ -239,7 +224,7 @@ def test_the_global_generators_are_left_alone(policy):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_evaluation_explores_nothing_and_leaves_no_trace(policy, rollout):
+def evaluation_explores_nothing_and_leaves_no_trace(policy, rollout):
     with policy.evaluating(), torch.no_grad():
         one, two = (
             policy.rollout(prompts_for(policy)[:1], COPIES, Rng.of("evaluation")) for _ in range(2)
@@ -250,7 +235,7 @@ def test_evaluation_explores_nothing_and_leaves_no_trace(policy, rollout):
     assert torch.equal(roll(policy).sample, rollout.sample)
 
 
-def test_snapshots_hold_the_trainable_weights(policy, rollout):
+def snapshots_hold_the_trainable_weights(policy, rollout):
     policy.weights.keep("contract")
     point = next(iter(policy.path(rollout)))
     with torch.no_grad():
@@ -268,7 +253,7 @@ def test_the_table_names_only_what_is_registered():
     assert not [name for name in VARIANTS if name not in POLICIES]
 
 
-def test_a_policy_offers_what_the_trainer_and_the_commands_use(policy):
+def a_policy_offers_what_the_trainer_and_the_commands_use(policy, rollout):
     assert (
         isinstance(policy.net, nn.Module)
         and not policy.net.training
@@ -438,16 +423,15 @@ def test_every_contract_is_tested():
     }
 
 
-def test_a_policy_keeps_its_contracts(policy, rollout):
+def a_policy_keeps_its_contracts(policy, rollout):
     for contract, keeps in KEPT.items():
         if isinstance(policy, contract):
             with torch.no_grad():
                 keeps(policy, rollout)
 
 
-def test_the_best_of_several_is_that_of_a_loop(policy):
-    """`mmrl sample --best-of`: candidates differ, also where answers are otherwise the likeliest.
-    Last in this file: from here on the policy samples in evaluation."""
+def the_best_of_several_is_that_of_a_loop(policy, rollout):
+    """`mmrl sample --best-of`: candidates differ, also where answers are else the likeliest."""
     evaluation.sample_in_evaluation(policy)
     asked = prompts_for(policy)[:2]
 
@@ -463,6 +447,37 @@ def test_the_best_of_several_is_that_of_a_loop(policy):
     assert all(len(row.unique()) > 1 for row in values)
     torch.testing.assert_close(size(chosen, asked).view(2, 2), values.view(2, 2, 2).amax(2))
     assert [prompt["text"] for prompt in shown] == [p["text"] for p in asked for _ in range(2)]
+
+
+# in this order: after the last one the policy samples in evaluation
+EVERY = (
+    a_rollout_is_rows_by_decisions,
+    conditions_are_stored_once_a_prompt,
+    scoring_repeats_sampling_to_the_bit,
+    the_path_covers_the_mask_once,
+    a_distribution_is_differentiable_in_the_trainable_weights_only,
+    renoised_states_are_new_reproducible_and_scored,
+    pictures_lie_between_0_and_1,
+    a_sample_depends_on_its_name_only,
+    the_global_generators_are_left_alone,
+    evaluation_explores_nothing_and_leaves_no_trace,
+    snapshots_hold_the_trainable_weights,
+    a_policy_offers_what_the_trainer_and_the_commands_use,
+    a_policy_keeps_its_contracts,
+    the_best_of_several_is_that_of_a_loop,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), CASES, ids=["-".join([n, *map(str, e.values())]) for n, e in CASES]
+)
+def test_a_policy_keeps_what_all_must(name, extra):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # new adapters draw their first weights
+        policy = made("policies", name, extra=extra)
+    rollout = roll(policy)
+    for check in EVERY:
+        check(policy, rollout)
 
 
 TRUNCATED = {"top_k": 2, "top_p": 0.9}

@@ -74,13 +74,6 @@ def test_scoring_in_bfloat16_repeats_sampling_to_the_bit(family, options):
             assert torch.equal(again * point.mask, point.logprob * point.mask)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_path_scores_every_decision_once(family):
-    rollout = roll(toys.make(family))
-    scored = sum(int(point.mask.sum()) for point in toys.make(family).path(rollout))
-    assert scored == int(rollout.mask.sum()) > 0
-
-
 @pytest.mark.parametrize(("family", "options"), CASES, ids=IDS)
 def test_first_gradient_is_reinforce(family, options):
     policy = toys.make(family, double=True, **options)
@@ -97,9 +90,13 @@ def test_first_gradient_is_reinforce(family, options):
 
 
 @pytest.mark.parametrize(
-    "reduction", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+    ("family", "reduction"),
+    [
+        ("flow", "token_mean"),
+        ("causal", "seq_mean_token_mean"),
+        ("masked", "seq_mean_token_sum_norm"),
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_micro_batches_do_not_change_the_gradient(family, reduction):
     policy = toys.make(family, double=True)
     rollout = roll(policy)
@@ -116,9 +113,8 @@ def test_micro_batches_do_not_change_the_gradient(family, reduction):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("width", [1, 3, 8, 64])
-def test_chunks_do_not_change_the_samples(family, width):
-    whole, parts = (roll(toys.make(family, double=True, fixed_batch_rows=w)) for w in (None, width))
+def test_chunks_do_not_change_the_samples(family):
+    whole, parts = (roll(toys.make(family, double=True, fixed_batch_rows=w)) for w in (None, 3))
     torch.testing.assert_close(whole.sample, parts.sample, atol=1e-10, rtol=0)
     torch.testing.assert_close(whole.logprob, parts.logprob, atol=1e-10, rtol=0)
     assert torch.equal(whole.row_id, parts.row_id) and torch.equal(whole.mask, parts.mask)
@@ -146,39 +142,6 @@ def test_a_compressed_tail_saves_forwards_and_is_scored_as_sampled():
         assert torch.equal(again * point.mask, point.logprob * point.mask)
     with short.evaluating(), whole.evaluating():  # which takes all steps
         assert torch.equal(roll(short).sample, roll(whole).sample)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_sample_depends_on_seed_prompt_and_copy_only(family):
-    policy = toys.make(family, double=True)
-    whole = roll(policy, n=4, copies=8)
-    with torch.no_grad():
-        tail = policy.rollout(toys.prompts(4)[2:], 8, Rng(Rng.of(0).key, offset=2))
-    torch.testing.assert_close(tail.sample, whole.sample[16:], atol=1e-12, rtol=0)
-    assert torch.equal(tail.row_id, whole.row_id[16:])
-    assert not torch.equal(roll(policy, seed=1).sample, whole.sample)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sampling_and_scoring_leave_the_global_generator_alone(family):
-    policy = toys.make(family)
-    before = torch.get_rng_state()
-    rollout = roll(policy)
-    for point in [*policy.path(rollout), *policy.renoise(rollout, Rng.of("again"))]:
-        policy.dist(point)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_renoised_points_are_scored_and_reproducible(family):
-    policy = toys.make(family)
-    rollout = roll(policy)
-    (one,), (two,) = (list(policy.renoise(rollout, Rng.of("noise"))) for _ in range(2))
-    assert torch.equal(one.state, two.state) and one.logprob is None
-    logp = policy.dist(one).log_prob(one.target)
-    assert logp.shape == one.mask.shape and logp.isfinite().all()
-    part = rollout[torch.arange(5, 9)]
-    assert torch.equal(next(iter(policy.renoise(part, Rng.of("noise")))).state, one.state[5:9])
 
 
 def test_shared_noise_is_shared_inside_a_group_only():
@@ -250,9 +213,13 @@ def test_conditional_scores_another_distribution_than_it_samples():
     assert (a.logprob - b.logprob).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("fraction", "kept"), [(0.99, 5), (0.5, 3), (0.01, 1), (1.0, 6)])
 @pytest.mark.parametrize("pick", ["first", "random"])
-def test_timestep_subsets(fraction, kept, pick):
+def test_timestep_subsets(pick):
+    for fraction, kept in ((0.99, 5), (0.5, 3), (0.01, 1), (1.0, 6)):
+        subset(fraction, kept, pick)
+
+
+def subset(fraction, kept, pick):
     policy = toys.make("flow")
     rollout = roll(policy)
     objective = PolicyGradient(timestep_fraction=fraction, timestep_selection=pick)

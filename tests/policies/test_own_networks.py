@@ -105,11 +105,10 @@ def taken(value):
     return lambda codes: (value[0][codes],) if isinstance(value, tuple) else value[codes]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_pictures_of_a_decoder_are_understood(form):
-    given, expected = FORMS[form]
-    found = Pictures("the decoder")(taken(given), torch.arange(3))
-    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+def test_pictures_of_a_decoder_are_understood():
+    for form, (given, expected) in FORMS.items():
+        found = Pictures("the decoder")(taken(given), torch.arange(3))
+        torch.testing.assert_close(found, expected, atol=0, rtol=0, msg=form)
 
 
 REFUSED = {
@@ -124,11 +123,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("form", REFUSED)
-def test_pictures_that_cannot_be_meant_are_one_sentence(form):
-    decode, sentence = REFUSED[form]
-    with pytest.raises(UserError, match=f"^the decoder .*{sentence}"):
-        Pictures("the decoder")(decode, torch.arange(3))
+def test_pictures_that_cannot_be_meant_are_one_sentence():
+    for decode, sentence in REFUSED.values():
+        with pytest.raises(UserError, match=f"^the decoder .*{sentence}"):
+            Pictures("the decoder")(decode, torch.arange(3))
 
 
 def test_a_decoder_may_work_in_place():

@@ -140,7 +140,7 @@ def test_nothing_is_recorded_unless_it_is_asked_for():
         rollout.entropies()
 
 
-@pytest.mark.parametrize("name", sorted(TOYS))
+@pytest.mark.parametrize("name", ["causal", "maskgit", "tree"])
 def test_recording_changes_nothing_that_is_sampled(name):
     _, plain = sampled(name)
     _, recorded = sampled(name, record_entropy=True)
@@ -148,7 +148,7 @@ def test_recording_changes_nothing_that_is_sampled(name):
     assert torch.equal(plain.logprob, recorded.logprob)
 
 
-@pytest.mark.parametrize("name", ["causal", "emerge", "flow"])
+@pytest.mark.parametrize("name", ["causal", "flow"])
 def test_parts_of_a_rollout_record_what_the_whole_does(name):
     """Parts that are sampled one after the other, by two processes or in two passes."""
     policy = toy(name, record_entropy=True)

@@ -21,8 +21,7 @@ from mmrl.scoring import Handled, Handling
 from rewards import ByTask, Calibrated, Remote, Segmentation, Svg, jpeg_compressibility
 from rewards.base.files import NoPath, of_a_request, open_picture, request
 from rewards.card import PICTURES, Card, card_of
-from tests.fixtures import waiting
-from tests.fixtures.reward_servers import b64, good, png, serving
+from tests.fixtures.reward_servers import b64, png, serving
 from tests.fixtures.tiny_image_rewards import TINY_OPTIONS as TINY
 from tests.fixtures.tiny_rewards import pictures
 from tests.remote.test_fuzz import answer
@@ -126,8 +125,7 @@ def showing(texts, prompts):
     return [float(open_picture(prompt["deep"][0]["file"]).size[0]) for prompt in prompts]
 
 
-@pytest.mark.parametrize("reward", [opening, sampled, showing], ids=lambda reward: reward.__name__)
-@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize(("reward", "timed"), [(opening, True), (sampled, False), (showing, False)])
 def test_what_a_reward_opens_by_itself_is_refused_too(reward, timed, places, monkeypatch):
     monkeypatch.chdir(places[0].parent)
     handled = Handled(reward, Handling(timeout=60.0), "r") if timed else reward
@@ -212,14 +210,3 @@ def test_a_reference_is_compared_at_a_distance(tmp_path):
         near = Remote(address)(media, prompts)
     torch.testing.assert_close(near, reward(media, prompts), rtol=0, atol=1e-5)
     assert near[0] > 0.999
-
-
-def test_another_request_is_scored_after_a_refused_one(places):
-    with serving({"segmentation": Segmentation()}) as address:
-        body = good(1, prompts=[{"mask": str(places[0])}])
-        del body["images"]
-        refused = waiting.post(f"{address}/score", json=body | {"texts": ["a"]})
-        assert refused.status_code == 400 and refused.json()["field"] == "prompts"
-        mask = {"mask": [[1, 0], [0, 0]]}
-        texts = ["<answer>[[0, 0, 1, 1]]</answer>"]
-        assert Remote(address)(texts, [mask]).tolist() == [1.0]

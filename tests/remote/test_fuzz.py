@@ -1,5 +1,4 @@
-"""Ten thousand requests that no honest client would send: none makes the server answer 500, none
-ends it."""
+"""Requests that no honest client would send: none makes the server answer 500, none ends it."""
 
 from __future__ import annotations
 
@@ -8,13 +7,10 @@ import json
 import random
 from collections import Counter
 
-import pytest
-
 from mmrl.apps.serve.service import ServeOptions, make_app
 from mmrl.config import Weighted
 from tests.fixtures.reward_servers import b64, good, mean, mutated, numbers, picky, png
 
-REQUESTS = 10_000
 PNG = png()
 LEAVES = [
     None,
@@ -141,12 +137,6 @@ async def storm(count: int) -> Counter:
         counted = many + (status == 200)
         assert f'mmrl_reward_requests_total{{status="{status}"}} {counted}\n' in metrics.decode()
     return statuses
-
-
-@pytest.mark.slow
-def test_ten_thousand_requests_and_no_server_error():
-    statuses = asyncio.run(storm(REQUESTS))
-    assert sum(statuses.values()) == REQUESTS and {200, 400} <= set(statuses), statuses
 
 
 def test_some_requests_and_no_server_error():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from tests.fixtures.reward_servers import (
     eighth,
     good,
     mean,
-    mutated,
     numbers,
     png,
     refusing,
@@ -160,15 +158,13 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_answered_with_its_field(url, case):
-    body, field = MISTAKES[case]
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = waiting.post(
-        f"{url}/score", content=content, headers={"content-type": "application/json"}
-    )
-    assert answer.status_code == 400 and answer.json()["field"] == field, answer.text
-    assert answer.json()["error"].startswith(f"{field}: ")
+def test_a_mistake_is_answered_with_its_field(url):
+    kind = {"content-type": "application/json"}
+    for case, (body, field) in MISTAKES.items():
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = waiting.post(f"{url}/score", content=content, headers=kind)
+        assert answer.status_code == 400 and answer.json()["field"] == field, (case, answer.text)
+        assert answer.json()["error"].startswith(f"{field}: "), case
 
 
 def test_other_bodies_and_tensors_are_refused(url):
@@ -198,20 +194,6 @@ def test_what_a_reward_refuses_is_a_message_and_spoils_no_other_request():
         pytest.raises(UserError, match="images of the moon"),
     ):
         Remote(address)(pictures(2), asked(2))
-
-
-def test_mutated_requests_give_no_server_error(url):
-    """Bytes of good requests changed, cut, doubled: a 200 or a 4xx, never a 500, and the server
-    lives."""
-    draw = random.Random(0)
-    statuses = set()
-    with httpx.Client(timeout=waiting.HANG) as client:
-        for _ in range(300):  # tests/remote/test_fuzz.py sends ten thousand, without sockets
-            body, kind = mutated(draw)
-            headers = {"content-type": kind}
-            statuses.add(client.post(f"{url}/score", content=body, headers=headers).status_code)
-    assert {200, 400} <= statuses and max(statuses) < 500, statuses
-    assert waiting.get(f"{url}/health").status_code == 200
 
 
 # -------------------------------------------------------------------------------------------- many

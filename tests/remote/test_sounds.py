@@ -41,8 +41,7 @@ def url(rewards):
         yield address
 
 
-@pytest.mark.parametrize("form", ["png", "tensor"])
-@pytest.mark.parametrize("name", ["pitch", "clap"])
+@pytest.mark.parametrize(("form", "name"), [("png", "pitch"), ("tensor", "clap")])
 def test_a_server_hears_what_the_process_hears(url, rewards, form, name):
     media = sounding()
     remote = Remote(url, name=name, format=form, batch_size=2)

@@ -113,8 +113,12 @@ def test_replayed_groups_have_the_ratio_to_the_weights_that_sampled(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", ["replace", "append"])
-def test_the_last_right_answer_joins_an_all_wrong_group(kind, place):
+def test_the_last_right_answer_joins_an_all_wrong_group(kind):
+    for place in ("replace", "append"):
+        joins(kind, place)
+
+
+def joins(kind, place):
     policy = made(kind)
     prompts = toys.prompts(3)
     stage = met(ReusedResponses(place=place), policy, prompts)
@@ -138,7 +142,7 @@ def test_the_last_right_answer_joins_an_all_wrong_group(kind, place):
     assert torch.equal(rollout.sample[:5], second.rollout.sample[:5])
 
 
-@pytest.mark.parametrize("kind", ["flow", "causal", "maskgit"])
+@pytest.mark.parametrize("kind", ["flow", "maskgit"])
 def test_log_probs_of_now_stand_beside_those_that_sampled(kind):
     """ReMix: the weight of a reused answer is p_now / p_sampler, before the update."""
     policy = made(kind)
@@ -165,7 +169,7 @@ def test_log_probs_of_now_stand_beside_those_that_sampled(kind):
         torch.testing.assert_close(loss[point.mask], expected[point.mask], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["flow", "causal", "maskgit"])
+@pytest.mark.parametrize("kind", ["causal", "maskgit"])
 def test_the_clip_of_remix_is_as_wide_for_old_answers_as_for_new_ones(kind):
     """max(-r A, -clip(r, w - low, w + high) A), r = p / p_sampler and w = p_before / p_sampler."""
     policy = made(kind)
@@ -208,8 +212,12 @@ def entries_of(policy, rewards):
     return parts
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 9])
-def test_picks_by_loop(number):
+def test_picks_by_loop():
+    for number in (1, 2, 3, 4, 6, 9):
+        picks(number)
+
+
+def picks(number):
     rewards = [0.5, 0.0, 1.0, 0.25, 1.0, 0.75]
     entries = entries_of(toys.ToyCausal(), rewards)
     picked = {
@@ -321,7 +329,7 @@ def test_two_processes_equal_one_and_both_remember_after_a_resume(tmp_path):
         (tmp_path / name).mkdir()
         done = start(["-m", "tests.fixtures.past_worker", tmp_path / name])
         assert done.returncode == 0, done.stderr[-4000:]
-    for case in sorted(past_worker.CASES):
+    for case in past_worker.PAIRED:
         one, two = (load_file(tmp_path / name / f"{case}.safetensors") for name in ("one", "two"))
         resumed = {name: two.pop(name) for name in list(two) if name.startswith("resumed/")}
         same({f"resumed/{name}": two[name] for name in two}, resumed, f"{case}, resumed", 0.0)

@@ -1,8 +1,6 @@
 """Answers of earlier iterations instead of groups without a gradient: which, with which log-probs,
 resumed."""
 
-import json
-from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -11,14 +9,12 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.types import Provenance, Rewards
-from mmrl.experiment import state
+from mmrl.core.types import Rewards
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.rollout.stages import Drawn
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
-from mmrl.zoo.stages.answer_memory import marked
 from mmrl.zoo.stages.replay_buffer import ReplayBuffer
 from samplers.noise import Rng
 from tests.fixtures import tiny_vlms, toys
@@ -108,27 +104,6 @@ def test_what_is_not_in_the_data_is_not_remembered(policy):
     assert not memory.memory.entries, "a changed prompt, and a group with a missing reward"
 
 
-def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
-    """And its gradient is that of the surrogate at this ratio, on the first step too."""
-    one = policy_of(max_new_tokens=5)
-    found = drawn(one, asked(2), [0, 0, 1, 0, 0, 1.0]).rollout
-    with torch.no_grad():
-        for p in one.net.parameters():
-            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-    advantage = torch.linspace(-1, 1, 6)[:, None]
-    stale = torch.tensor([False] * 3 + [True] * 3)
-    point = point_of(
-        one, found.replace(advantage=advantage, provenance=Provenance(is_replayed=stale))
-    ).replace(on_policy=True)
-    loss = PolicyGradient().loss(one, point)
-    now = one.dist(point).log_prob(point.target).detach()
-    ratio = torch.where(stale[:, None], (now - found.logprob).exp(), torch.ones_like(now))
-    wanted = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-    torch.testing.assert_close(loss[point.mask], wanted[point.mask], atol=1e-5, rtol=1e-5)
-    assert ((ratio[stale] - 1).abs() > 1e-3)[found.mask[stale]].all()
-    assert not point.sampled_mask()[stale].any() and not point.current()[stale].any()
-
-
 # -------------------------------------------------------------------------------------------------
 # in a training run
 
@@ -136,49 +111,6 @@ def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
 def some(texts, prompts):
     """Three answers in four earn the same, so that groups are flat now and then."""
     return torch.tensor([float(sum(map(ord, text)) % 4 == 0) for text in texts])
-
-
-def trainer(**options) -> Trainer:
-    sizes = {
-        "prompts_per_iteration": 2,
-        "group_size": COPIES,
-        "train_batch_size": 6,
-        "iterations": 8,
-        "stages": (ReplayBuffer(share=0.5),),
-    } | options
-    return Trainer(
-        policy_of(max_new_tokens=3),
-        asked(),
-        Scorer({"some": some}),
-        advantages.grpo,
-        PolicyGradient(),
-        partial(adamw, lr=3e-3),
-        TrainOptions(**sizes),
-    )
-
-
-def test_a_run_with_old_answers_goes_on_from_a_checkpoint_to_the_bit():
-    one = trainer()
-    two = trainer()
-    first = [one.iterate() for _ in range(4)]
-    assert one.stages[0].memory.entries and sum(m["reuse/groups"] for m in first) > 0
-    assert all(m["ratio/max_deviation"] < 1e-4 for m in first), "the gate looks at fresh answers"
-    arrays, meta = state.capture(one)
-    state.restore(two, deepcopy(arrays), json.loads(json.dumps(meta)))
-    indices = [[entry.index for entry in each.stages[0].memory.entries] for each in (one, two)]
-    assert indices[0] == indices[1]
-    reused = 0
-    for _ in range(3):
-        metrics = [x.iterate() for x in (one, two)]
-        reused += metrics[0]["reuse/groups"]
-        for name in ("reward/mean", "loss", "reuse/groups", "reuse/age"):
-            assert metrics[0].get(name) == metrics[1].get(name)
-        if metrics[0]["reuse/groups"]:
-            assert metrics[0]["reuse/ratio"] != 1 and metrics[0]["ratio/max_deviation"] < 1e-4
-            assert metrics[0]["samples/total"] == 6, "what was sampled, not what was trained on"
-    assert reused
-    weights = [x.policy.weights.full() for x in (one, two)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_policies_without_prompts_to_encode_again_are_refused():
@@ -198,11 +130,3 @@ def test_policies_without_prompts_to_encode_again_are_refused():
                 stages=(ReplayBuffer(),),
             ),
         )
-
-
-def test_marks_are_one_a_row(policy):
-    rollout = drawn(policy, asked(1), [0, 0, 1.0]).rollout
-    assert (
-        marked(rollout, True).provenance.is_replayed.tolist() == [True] * 3
-        and not marked(rollout, False).provenance.is_replayed.any()
-    )

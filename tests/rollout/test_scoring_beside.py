@@ -214,10 +214,11 @@ def test_a_step_reward_may_leave_steps_out_but_not_a_sample():
     assert scorer.failures["empty"].count == 3 and found["empty"][9:].isnan().all()
 
 
-@pytest.mark.parametrize("values", [torch.ones(B), torch.ones(B, 2, 2), torch.ones(B - 1, 2)])
-def test_a_step_reward_of_another_shape_is_refused(values):
-    with pytest.raises(UserError, match=r"expected \[B, K\] = \[12, K\]"):
-        Scorer({"mine": card(of="step")(lambda media, prompts: values)})(MEDIA, ASKED)
+def test_a_step_reward_of_another_shape_is_refused():
+    for values in (torch.ones(B), torch.ones(B, 2, 2), torch.ones(B - 1, 2)):
+        mine = card(of="step")(lambda media, prompts, values=values: values)
+        with pytest.raises(UserError, match=r"expected \[B, K\] = \[12, K\]"):
+            Scorer({"mine": mine})(MEDIA, ASKED)
 
 
 def rollout(family="flow", parts=1, scorer=None, **options):
@@ -299,12 +300,11 @@ def slope_of(dist, target):
 
 
 @pytest.mark.parametrize("family", sorted(toys.POLICIES))
-@pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
+def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family):
     """The same rows, prompts, noise and decisions. Rows lie at other places of their passes, which
     some CPUs round in another way (Intel's with AVX2 or AVX-512: up to 5 units in the last place),
     so no further than that."""
-    options = {"guidance_scale": guidance} if family in ("flow", "diffusion", "video") else {}
+    options = {"guidance_scale": 2.0} if family in ("flow", "diffusion", "video") else {}
     whole, media, rewards = rollout(family, **options)
     for parts in (2, 3, 9):
         found, seen, scores = rollout(family, parts, **options)
@@ -408,33 +408,3 @@ def test_training_in_parts_is_the_same_training():
         return torch.cat([p.flatten() for p in policy.net.parameters()])
 
     assert_to_rounding(run(1), run(3), ulps=64)  # a gradient is a sum over all rows
-
-
-def test_answers_of_a_vision_language_model_in_parts():
-    from tests.policies.vlm.test_vlm_policy import policy_of, prompts
-
-    def long(media, prompts):
-        return torch.tensor([float(text.tokens) for text in media])
-
-    policy = policy_of()
-    asked = prompts()
-    draws = [
-        collect.draw(policy, asked, 2, Rng.of(5), Scorer({"long": long}), parts) for parts in (1, 3)
-    ]
-    (whole, said, one), (found, seen, other) = draws
-    assert (
-        seen == said
-        and found.prompts == whole.prompts
-        and torch.equal(one()["long"], other()["long"])
-    )
-    assert torch.equal(found.mask, whole.mask) and torch.equal(found.group, whole.group)
-    assert torch.equal(found.sample[found.mask], whole.sample[whole.mask])
-    torch.testing.assert_close(
-        found.logprob[found.mask], whole.logprob[whole.mask], rtol=1e-4, atol=1e-5
-    )
-    with torch.no_grad():
-        for point in policy.path(found):
-            scored = policy.dist(point).log_prob(point.target)
-            torch.testing.assert_close(
-                scored[point.mask], point.logprob[point.mask], rtol=1e-4, atol=1e-4
-            )

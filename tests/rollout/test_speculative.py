@@ -144,8 +144,10 @@ def test_a_draft_of_the_same_weights_is_kept_whole_and_of_others_in_part(kind):
     assert torch.equal(again.sample, plain.sample) and torch.equal(again.mask, plain.mask)
 
 
-@pytest.mark.parametrize("strings", [(), ("e", "th")])
-@pytest.mark.parametrize("anneal", [None, Anneal(highest=1.3, lowest=0.5, decay=8.0)])
+@pytest.mark.parametrize(
+    ("strings", "anneal"),
+    [((), None), (("e", "th"), Anneal(highest=1.3, lowest=0.5, decay=8.0))],
+)
 def test_a_draft_is_read_in_one_pass_and_sampling_goes_on_from_it(strings, anneal):
     """Tokens, log-probs and entropies are those of writing the kept tokens again, one by one; the
     passes are one and those of the tokens after the first rejected one."""

@@ -79,11 +79,10 @@ def test_the_head_takes_the_steps_of_adam_by_loop(width):
     assert again.predict(prompts) == network.predict(prompts)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_passes_change_nothing(rows):
+def test_passes_change_nothing():
     prompts = toys.prompts(7)
     values = []
-    for width in (None, rows):
+    for width in (None, 3):
         policy = double("causal")
         policy.pass_sizes.rows = width
         network = ValueNetwork(policy, PromptValues(steps=2), 1)
@@ -111,7 +110,7 @@ class Toys:
     held_out = []
 
 
-@pytest.mark.parametrize("family", sorted(toys.POLICIES))
+@pytest.mark.parametrize("family", ["flow", "masked"])
 def test_every_family_is_drawn_by_and_compared_with_its_value_model(family, monkeypatch):
     def made():
         source = Pcl(Toys, value="network", candidates=2.0)

@@ -278,7 +278,7 @@ def pictures_of_experts(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("micro_batch_size", [3, 4, None])
+@pytest.mark.parametrize("micro_batch_size", [4, None])
 def test_chord_of_flows_by_loop(micro_batch_size, tmp_path):
     """(1 - mu) mean of -A rho over the policy's steps + mu mean of |v - v*|^2 over external images
     at fresh noise; in any passes, of one kind each."""
@@ -331,12 +331,6 @@ def test_two_processes_weigh_as_one(monkeypatch):
     second = PolicyGradient(sft=Supervision())
     second.before_step(parts[1])
     assert second.term(Imitation).scales == whole.term(Imitation).scales == (5 / 3, 5 / 2)
-
-
-def test_a_flow_imitates_pictures_beside_its_own(tmp_path):
-    trainer = imitating(pictures_of_experts(tmp_path))
-    losses = [trainer.iterate()["sft/loss"] for _ in range(30)]
-    assert sum(losses[-5:]) < sum(losses[:5])
 
 
 def test_a_run_imitates_at_first_and_goes_on_by_itself(tmp_path):
@@ -460,7 +454,7 @@ def test_pairs_of_a_file_alone_are_trained_on_with_one_sample_a_prompt(tmp_path)
 
 @pytest.mark.parametrize(
     ("family", "objective"),
-    [("amused", DPO), ("llamagen", DPO), ("module", partial(DiffusionDPO, beta=10.0))],
+    [("amused", DPO), ("module", partial(DiffusionDPO, beta=10.0))],
 )
 def test_pairs_of_pictures_of_a_file_are_learnt_by_every_family(family, objective, tmp_path):
     """The preferred picture becomes likelier than the other; one a prompt is sampled besides."""

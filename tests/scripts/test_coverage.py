@@ -20,28 +20,28 @@ def test_every_name_test_and_file_of_the_map_exists():
     assert coverage.problems(MAP) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"names": ["advantages/grbo"]}, "nothing is registered as advantages/grbo"),
-        ({"names": ["grpo"]}, "nothing is registered as grpo"),
-        ({"tests": ["tests/scripts/test_coverage.py::test_x"]}, "there is no test"),
-        ({"tests": ["tests/x.py::test_x"]}, "there is no test"),
-        ({"models": ["flows"]}, "unknown kind of model"),
-        ({"configuration": "digits/flow_grbo"}, "no configuration"),
-        ({"configuration": None}, "it is WORKS, and has no configuration"),
-        ({"options": ["advantage=grbo"]}, "unknown advantage 'grbo'"),
-        ({"status": "works"}, "is none of"),
-        ({"notes": "x"}, "unknown key 'notes'"),
-        ({"tests": []}, "has no name or no test"),
-        ({"status": "partial"}, "no note says what is missing"),
-        ({"status": "missing"}, "has names or tests"),
-    ],
-)
-def test_mistakes_are_noticed(change, message):
+MISTAKES = [
+    ({"names": ["advantages/grbo"]}, "nothing is registered as advantages/grbo"),
+    ({"names": ["grpo"]}, "nothing is registered as grpo"),
+    ({"tests": ["tests/scripts/test_coverage.py::test_x"]}, "there is no test"),
+    ({"tests": ["tests/x.py::test_x"]}, "there is no test"),
+    ({"models": ["flows"]}, "unknown kind of model"),
+    ({"configuration": "digits/flow_grbo"}, "no configuration"),
+    ({"configuration": None}, "it is WORKS, and has no configuration"),
+    ({"options": ["advantage=grbo"]}, "unknown advantage 'grbo'"),
+    ({"status": "works"}, "is none of"),
+    ({"notes": "x"}, "unknown key 'notes'"),
+    ({"tests": []}, "has no name or no test"),
+    ({"status": "partial"}, "no note says what is missing"),
+    ({"status": "missing"}, "has names or tests"),
+]
+
+
+def test_mistakes_are_noticed():
     assert coverage.problems({"k": GOOD}) == []
-    (problem,) = coverage.problems({"k": GOOD | change})
-    assert problem.startswith("k: ") and message in problem
+    for change, message in MISTAKES:
+        (problem,) = coverage.problems({"k": GOOD | change})
+        assert problem.startswith("k: ") and message in problem, change
 
 
 def test_the_page_has_a_row_for_every_paper_of_the_list(tmp_path):

@@ -91,7 +91,8 @@ def test_families_without_a_plan_are_refused():
     with_plan = {
         name for name, policy in POLICIES.items() if context_parallel.unsupported(policy) is None
     }
-    assert with_plan == {kind for kind, _ in worker.CASES.values()}
+    families = "flux flux2 flux_kontext ltx qwen_edit qwen_image wan wan_i2v"
+    assert with_plan == set(families.split())
     assert "no plan to split the sequences of SD3Transformer2DModel" in str(
         context_parallel.unsupported(POLICIES.find("sd3"))
     )

@@ -12,8 +12,7 @@ def largest_weight(trainer):
     return next(iter(parameters)), next(iter(parameters.values()))
 
 
-@pytest.mark.parametrize("family", ["flow", "causal"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e20])
+@pytest.mark.parametrize(("family", "value"), [("flow", torch.nan), ("causal", 1e20)])
 def test_the_weight_and_its_iteration_are_named(family, value):
     trainer = make_trainer(family)
     trainer.iterate()

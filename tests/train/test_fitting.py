@@ -24,15 +24,10 @@ from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from mmrl.zoo.objectives import (
-    AWM,
-    CRD,
     D3PO,
-    DGPO,
-    FPO,
     NFT,
     DiffusionDPO,
     Draft,
-    FlowDPPO,
     RewardWeightedRegression,
 )
 from samplers.batching import attempts, peak_bytes
@@ -198,8 +193,8 @@ def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
     assert make("wan").offload_trajectory and not make("flux").offload_trajectory
 
 
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
-def test_latents_are_rounded_before_they_are_scored_and_scored_in_float32(storage):
+def test_latents_are_rounded_before_they_are_scored_and_scored_in_float32():
+    storage = "float16"
     policy = make("flux", dtype="bfloat16", lora=2, trajectory_dtype=storage)
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
@@ -285,12 +280,11 @@ def moving(steps, iteration, rng):
         (PolicyGradient(), {}, 21),
         (PolicyGradient(), {"noise_window": moving}, 3),
         (PolicyGradient(), {"noise_window": partial(random_steps, size=2)}, 4),
-        (FlowDPPO(), {"noise_window": moving}, 3),
         (D3PO(), {"noise_window": moving}, 3),
         (Draft(), {"noise_window": moving}, 21),
         *(
             (make(), {"noise_level": 0.0}, 0)
-            for make in (NFT, AWM, DGPO, CRD, FPO, DiffusionDPO, RewardWeightedRegression)
+            for make in (NFT, DiffusionDPO, RewardWeightedRegression)
         ),
     ],
 )
@@ -335,8 +329,8 @@ def test_evaluating_keeps_no_paths():
     assert seen[0].latents.states.shape[1] == 0
 
 
-@pytest.mark.parametrize(("high", "low"), [(2.5, 1.5), (1.5, 3.0)])
-def test_each_expert_of_wan_has_its_own_guidance_as_in_the_pipeline(high, low):
+def test_each_expert_of_wan_has_its_own_guidance_as_in_the_pipeline():
+    high, low = 1.5, 3.0
     policy = make("wan-two", guidance_scale=high, guidance_scale_2=low, fixed_batch_rows=None)
     with policy.evaluating(), torch.no_grad():
         rollout = policy.rollout(PROMPTS, 1, Rng.of("same"))

@@ -39,9 +39,8 @@ def rows(prompts=6, copies=8):
     )
 
 
-@pytest.mark.parametrize("size", [6, 12, 24])
-def test_every_step_has_equally_many_rows_of_every_prompt(size):
-    for epoch in range(3):
+def test_every_step_has_equally_many_rows_of_every_prompt():
+    for epoch, size in enumerate((6, 12, 24)):
         for part in batches(rows(), [8] * 6, 48 // size, Rng.of("order", epoch)):
             assert part.group.bincount(minlength=6).tolist() == [size // 6] * 6
 
@@ -115,15 +114,14 @@ def test_whole_groups_are_dealt_in_turn():
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, None])
-def test_passes_hold_the_rows_with_decisions_in_order(size):
-    parts = passes(points(), size)
-    assert [part.state.tolist() for part in parts] == {
+def test_passes_hold_the_rows_with_decisions_in_order():
+    for size, wanted in {
         1: [[10], [12], [13], [22], [23]],
         2: [[10, 12], [13, 22], [23]],
         4: [[10, 12, 13, 22], [23]],
         None: [[10, 12, 13, 22, 23]],
-    }[size]
+    }.items():
+        assert [part.state.tolist() for part in passes(points(), size)] == wanted
 
 
 def test_nothing_to_train_on_makes_no_pass():
@@ -144,9 +142,13 @@ def test_adjacent_rows_come_by_prompt_and_long_ones_first():
     assert list(passes([point], None))[0].row_id.tolist() == list(range(6))
 
 
-@pytest.mark.parametrize("weighed", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_weights_of_decisions_are_those_of_the_definition(reduction, weighed):
+def test_weights_of_decisions_are_those_of_the_definition():
+    for reduction in REDUCTIONS:
+        weights_by_loop(reduction, False)
+        weights_by_loop(reduction, True)
+
+
+def weights_by_loop(reduction, weighed):
     for point, columns in zip(points(), ([0, 1], [2]), strict=True):
         if weighed:
             point = point.replace(
@@ -169,23 +171,13 @@ def test_weights_of_decisions_are_those_of_the_definition(reduction, weighed):
                 )
 
 
-@pytest.mark.parametrize(
-    ("reduction", "wanted"),
-    [
-        ("token_mean", 7),
-        ("seq_mean_token_mean", 3),
-        ("seq_mean_token_mean_all", 5),
-        ("seq_mean_token_sum_norm", 5),
-        ("token_sum", 5),
-    ],
-)
-def test_totals_count_decisions_or_rows(reduction, wanted):
+def test_totals_count_decisions_or_rows():
     """Seven decisions; three rows of five have one; with ``trainable`` four rows stay in
     training."""
-    rollout = rows(1, 5)
-    assert loss_total(points(), rollout, reduction).tolist() == pytest.approx([3, wanted])
-    rollout = rollout.replace(trainable=torch.tensor([True, True, True, True, False]))
-    assert loss_total(points(), rollout, reduction).tolist() == pytest.approx(
-        [3, 4 if wanted == 5 else wanted]
-    )
-    assert loss_total([], rollout, reduction).tolist() == [0, 4 if wanted == 5 else 0]
+    whole = rows(1, 5)
+    part = whole.replace(trainable=torch.tensor([True, True, True, True, False]))
+    for reduction, wanted in zip(REDUCTIONS, (7, 3, 5, 5, 5), strict=True):
+        assert loss_total(points(), whole, reduction).tolist() == pytest.approx([3, wanted])
+        fewer = 4 if wanted == 5 else wanted
+        assert loss_total(points(), part, reduction).tolist() == pytest.approx([3, fewer])
+        assert loss_total([], part, reduction).tolist() == [0, 4 if wanted == 5 else 0]

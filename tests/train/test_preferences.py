@@ -30,7 +30,6 @@ OTHERS = {
     "causal": lambda i: torch.tensor([1, i % 3, 0, 2, 1, 3]),
     "vlm": lambda i: ("no", "a bird", "a cat")[i % 3],
 }
-TOKENS = ["causal", "emu3", "llamagen", "masked_lm", "var", "vlm"]
 FLOWS = ["module", "sd"]
 BETA = 0.3
 
@@ -99,7 +98,7 @@ def log_probs(policy, rows, side):
     return total
 
 
-@pytest.mark.parametrize("family", [name for name in TOKENS if name != "masked_lm"])
+@pytest.mark.parametrize("family", ["causal", "llamagen", "vlm"])
 def test_dpo_begins_at_log_2_with_its_known_gradient(family):
     """-beta / 2 (grad log p_w - grad log p_l), mean over pairs; one row's two answers are named
     alike here and there, so that a masked model would not reveal them in the same order."""
@@ -148,7 +147,7 @@ def test_guidance_of_sampling_is_left_out_of_preferences(family, tmp_path):
     assert policy.guidance_scale == 4.0
 
 
-@pytest.mark.parametrize("family", TOKENS + FLOWS)
+@pytest.mark.parametrize("family", ["masked_lm", "sd", "vlm"])
 def test_micro_batches_change_nothing(family):
     changes = []
     for rows_of_pass in (12, 3):
@@ -162,7 +161,7 @@ def test_micro_batches_change_nothing(family):
         torch.testing.assert_close(change, changes[1][name], atol=1e-6, rtol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("family", ["causal", "masked_lm", "module", "vlm"])
+@pytest.mark.parametrize("family", ["masked_lm", "module", "vlm"])
 def test_the_better_answer_becomes_likelier_than_the_worse(family):
     policy, rows = paired(family, double=False)
     trainer = trainer_of(policy, rows, objective_of(family), adamw, 3e-3)
@@ -175,8 +174,9 @@ def test_the_better_answer_becomes_likelier_than_the_worse(family):
     assert trainer.held_out(rows, 1) == measured
 
 
-@pytest.mark.parametrize("family", ["causal", "module", "vlm"])
-def test_it_resumes_to_the_bit(family, tmp_path):
+def test_it_resumes_to_the_bit(tmp_path):
+    family = "vlm"
+
     def fresh():
         policy, rows = paired(family, double=False)
         return trainer_of(policy, rows, objective_of(family), adamw, 1e-3, train_batch_size=6)
@@ -293,19 +293,16 @@ def test_the_data_source_reads_texts_conversations_and_pictures(tmp_path):
         PreferencePairs(file)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
+def test_rows_without_a_preference_are_named():
+    policy, _ = paired("vlm")
+    row = {"text": "t", "answer": "a", "chosen": "same", "rejected": "b", "origin": "rows.csv:7"}
+    for change, why in (
         ({"chosen": None}, r"no 'chosen'; it has text, answer"),
         ({"rejected": "same"}, "'chosen' and 'rejected' are equal"),
         ({"rejected": 3}, "an answer is int, expected text"),
-    ],
-)
-def test_rows_without_a_preference_are_named(change, why):
-    policy, _ = paired("vlm")
-    row = {"text": "t", "answer": "a", "chosen": "same", "rejected": "b", "origin": "rows.csv:7"}
-    with pytest.raises(UserError, match=f"1 of 1 rows .*\n    rows.csv:7: {why}"):
-        Compared(Pairs(Preferences())).check(policy, [row | change])
+    ):
+        with pytest.raises(UserError, match=f"1 of 1 rows .*\n    rows.csv:7: {why}"):
+            Compared(Pairs(Preferences())).check(policy, [row | change])
 
 
 def test_a_picture_that_is_missing_is_named():
@@ -316,9 +313,9 @@ def test_a_picture_that_is_missing_is_named():
         Compared(Pairs(Preferences())).check(policy, rows)
 
 
-@pytest.mark.parametrize("label", [3, None, "perhaps"])
-def test_a_label_that_says_nothing_is_named(label):
+def test_a_label_that_says_nothing_is_named():
     pairs = Pairs(Preferences(label="good"))
-    why = pairs.problem({"text": "t", "answer": "a", "good": label})
-    assert why and "'good'" in why
+    for label in (3, None, "perhaps"):
+        why = pairs.problem({"text": "t", "answer": "a", "good": label})
+        assert why and "'good'" in why
     assert pairs.problem({"text": "t", "answer": "a", "good": "true"}) is None

@@ -64,8 +64,7 @@ def step(family, weights, **options):
     return [(before[name] - after[name]) / 0.1 for name in before], metrics
 
 
-@pytest.mark.parametrize("family", ["flow", "causal", "masked"])
-@pytest.mark.parametrize("measure", ["product", "cosine"])
+@pytest.mark.parametrize(("family", "measure"), [("flow", "product"), ("causal", "cosine")])
 def test_shares_grow_with_what_gradients_have_in_common(family, measure):
     alone = [
         step(family, {n: w * (n == name) for n, w in CONFIGURED.items()})[0] for name in CONFIGURED

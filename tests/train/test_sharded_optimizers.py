@@ -77,7 +77,7 @@ def test_without_shards_the_step_is_the_librarys(name):
     assert torch.equal(*ends) and not torch.equal(ends[0], weight)
 
 
-@pytest.mark.parametrize("written", ["true", "True", "1", "yes"])
+@pytest.mark.parametrize("written", ["True", "1"])
 def test_offloaded_parameters_are_refused_before_anything_is_loaded(written, monkeypatch):
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", written)
     check_launcher()  # copies, which the option says nothing to

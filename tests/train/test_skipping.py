@@ -65,7 +65,7 @@ MODES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
 @pytest.mark.parametrize(
     ("case", "mode"),
-    [(case, mode) for case in sorted(CASES) for mode in (MODES if "tokens" in case else MODES[:1])],
+    [(case, mode) for case in sorted(CASES) for mode in (MODES if case == "tokens" else MODES[:1])],
 )
 def test_the_weights_are_those_of_all_rows(case, mode):
     family, objective = CASES[case]
@@ -96,8 +96,12 @@ def test_an_iteration_without_a_lesson_is_a_step_of_a_gradient_of_zeros():
         torch.testing.assert_close(after[1][name], value, atol=1e-9, rtol=1e-7)
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_what_moves_rows_of_advantage_0_is_refused(name, tmp_path):
+def test_what_moves_rows_of_advantage_0_is_refused():
+    for name in sorted(OBJECTIVES):
+        refused(name)
+
+
+def refused(name):
     teachers = "{distill: {teachers: [{policy: {sd3: {path: 'world:digits/sd3'}}}]}}"
     chosen = teachers if name == "distill" else name
     change = ["train.skip_zero_advantage=true", f"objective={chosen}"]
@@ -119,15 +123,11 @@ def read_named(name, changes):
     return read(find_config(name), changes)
 
 
-@pytest.mark.parametrize("name", ["draft", "adjoint_matching"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        "dynamic_sampling_rounds=2",
-        "stages=[{adaptive_sampling: {rounds: 2}}]",
-        "stages=[replay_buffer]",
-    ],
-)
-def test_rows_that_change_their_names_are_refused_where_their_noise_is_drawn_again(name, change):
-    with pytest.raises(UserError, match="draws the noise of every path again"):
-        read_named(f"digits/{name}", [f"train.{change}"])
+def test_rows_that_change_their_names_are_refused_where_their_noise_is_drawn_again():
+    for name, change in (
+        ("draft", "dynamic_sampling_rounds=2"),
+        ("draft", "stages=[{adaptive_sampling: {rounds: 2}}]"),
+        ("adjoint_matching", "stages=[replay_buffer]"),
+    ):
+        with pytest.raises(UserError, match="draws the noise of every path again"):
+            read_named(f"digits/{name}", [f"train.{change}"])

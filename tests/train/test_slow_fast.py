@@ -45,7 +45,7 @@ def same(one, two):
         torch.testing.assert_close(one[name], two[name], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["flow", "causal", "masked"])
+@pytest.mark.parametrize("family", ["flow", "causal"])
 def test_without_a_step_back_they_are_plain_steps_on_one_batch(family):
     _, fast, _ = trained(family, slow_fast=SlowFast(fast_steps=2, reposition=1.0))
     _, plain, _ = trained(family, steps=3)

@@ -68,15 +68,14 @@ def test_training_raises_the_reward_of_every_family(family):
 
 
 @pytest.mark.parametrize("family", toys.POLICIES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_first_step_is_on_policy(family, precision):
-    metrics = make_trainer(family, kl=0.1, train_batch_size=64, precision=precision).iterate()
+def test_the_first_step_is_on_policy(family):
+    metrics = make_trainer(family, kl=0.1, train_batch_size=64, precision="bf16").iterate()
     assert metrics["ratio/max_deviation"] == 0.0
     assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == 0.0 and metrics["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("family", toys.POLICIES)
-def test_micro_batch_changes_nothing_in_a_whole_run(family):
+def test_micro_batch_changes_nothing_in_a_whole_run():
+    family = "causal"
     runs = []
     for micro in (4, 32):
         trainer = make_trainer(
@@ -107,11 +106,7 @@ def test_the_gate_stops_a_run_whose_network_is_random():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("family", "network"),
-    [(name, "velocity") for name in ("flow", "diffusion", "video")]
-    + [(name, "logits") for name in ("masked", "causal")],
-)
+@pytest.mark.parametrize(("family", "network"), [("flow", "velocity"), ("causal", "logits")])
 def test_the_gate_stops_an_update_whose_network_is_another_than_the_samplers(
     family, network, precision
 ):
@@ -136,11 +131,10 @@ def test_the_gate_stops_an_update_whose_network_is_another_than_the_samplers(
     assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max_deviation"] > 1e-3
 
 
-@pytest.mark.parametrize("clip", [1e-3, 1e-4, 2e-6])
-def test_the_gate_of_gaussian_decisions_is_what_the_clip_can_bear(clip):
+def test_the_gate_of_gaussian_decisions_is_what_the_clip_can_bear():
     """A gap of half the clip leaves nothing of a range that is cut at the clip; the published clips
     are these."""
-    for precision in ("fp32", "bf16"):
+    for clip, precision in ((1e-3, "fp32"), (1e-4, "bf16"), (2e-6, "bf16")):
         trainer = make_trainer("flow", clip=clip, precision=precision)
         allowed = logprob_gate.tolerance(trainer.options, trainer.policy, trainer.objective)
         assert allowed == pytest.approx(min(1e-6, clip / 10))
@@ -299,17 +293,6 @@ def test_the_moving_average_follows_the_steps_that_were_taken(every):
         torch.testing.assert_close(value, average[name], atol=1e-12, rtol=0)
 
 
-def test_the_moving_average_waits_its_turn():
-    trainer = make_trainer(ema=0.5, ema_update_interval=3)
-    base = trainer.policy.weights.full()
-    trainer.iterate()  # two steps
-    ema = trainer.policy.weights.full("ema")
-    assert all(torch.equal(ema[name], base[name]) for name in base)
-    trainer.iterate()
-    ema = trainer.policy.weights.full("ema")
-    assert any(not torch.equal(ema[name], base[name]) for name in base)
-
-
 def test_the_old_snapshot_samples_when_asked():
     trainer = make_trainer()
     trainer.objective.behavior_policy = "old"
@@ -363,7 +346,6 @@ def shifted(rewards, rollout):
     return advantages.dr_grpo(rewards, rollout) + 0.25
 
 
-@pytest.mark.parametrize("family", ["flow", "causal"])
 @pytest.mark.parametrize(
     ("reduction", "constant"),
     [
@@ -375,7 +357,7 @@ def shifted(rewards, rollout):
         ("token_sum", None),
     ],
 )
-def test_an_iteration_is_one_step_down_the_mean_loss(family, reduction, constant):
+def test_an_iteration_is_one_step_down_the_mean_loss(reduction, constant):
     """By hand from what was sampled: the loss, its gradient, clipped, and the learning rate."""
     options = {
         "train_batch_size": 64,
@@ -386,7 +368,7 @@ def test_an_iteration_is_one_step_down_the_mean_loss(family, reduction, constant
     }
     expected, trained = (
         Trainer(
-            toys.make(family, double=True),
+            toys.make("causal", double=True),
             toys.prompts(16),
             Scorer({"toy": toys.reward}),
             shifted,
@@ -524,8 +506,12 @@ def test_a_row_stays_when_one_of_its_decisions_does():
     )
 
 
-@pytest.mark.parametrize(("schedule", "warmup"), [("constant", 0), ("linear", 3), ("cosine", 5)])
-def test_learning_rate_schedules(schedule, warmup):
+def test_learning_rate_schedules():
+    for schedule, warmup in (("constant", 0), ("linear", 3), ("cosine", 5)):
+        scheduled(schedule, warmup)
+
+
+def scheduled(schedule, warmup):
     factors = [lr_factor(schedule, step, warmup, 40) for step in range(41)]
     assert all(0 <= f <= 1 for f in factors) and factors[warmup] == 1.0
     assert factors[:warmup] == sorted(factors[:warmup]) and factors[warmup:] == sorted(
@@ -542,8 +528,12 @@ def rows(first=0, prompts=6, copies=8):
     )
 
 
-@pytest.mark.parametrize("size", [1, 6, 12, 24, 48])
-def test_batches_partition_the_rows_alike_on_any_number_of_processes(size):
+def test_batches_partition_the_rows_alike_on_any_number_of_processes():
+    for size in (1, 6, 12, 24, 48):
+        partition(size)
+
+
+def partition(size):
     rng = Rng.of("shuffle")
     whole = [b.row_id.tolist() for b in batches(rows(), [8] * 6, 48 // size, rng)]
     assert sorted(sum(whole, [])) == list(range(48)) and all(len(b) == size for b in whole)
@@ -599,7 +589,7 @@ def test_a_rollout_is_scored_again_only_where_two_roundings_would_meet():
     assert logprob_gate.rescores(replace(options, precision="fp32"), causal, steps=2)
 
 
-@pytest.mark.parametrize("family", toys.POLICIES)
+@pytest.mark.parametrize("family", ["flow", "causal"])
 def test_every_decision_is_scored_again_in_its_own_place(family):
     """A sampler that records something else is mended, or stopped by the gate; what is not trained
     on keeps its own."""

@@ -72,7 +72,7 @@ def trained(unfinished, stop=None):
     return torch.cat([p.detach().flatten() for p in net.parameters()]), made
 
 
-@pytest.mark.parametrize("stop", [("vision tower", 5), ("answers", 0), ("answers", 3)])
+@pytest.mark.parametrize("stop", [("vision tower", 5), ("answers", 0)])
 def test_an_interrupted_build_resumes_to_the_same_weights(tmp_path, stop, capsys):
     expected, every = trained(None)
     with pytest.raises(Interrupted):

@@ -16,8 +16,6 @@ from mmrl.worlds.scenes import COLORS, DIGITS
 from samplers.noise import Rng
 from tests.fixtures.records import make_rollout
 
-STILL = [kind for kind in KINDS if kind not in ("frame", "span")]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
@@ -61,8 +59,12 @@ def test_boxes_hold_the_ink_and_nothing_overlaps():
         assert not (image.float().amax(-1) > 0.55 * 255)[~inside].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_question_has_exactly_one_right_answer(kind):
+def test_every_question_has_exactly_one_right_answer():
+    for kind in KINDS:
+        one_right_answer(kind)
+
+
+def one_right_answer(kind):
     for prompt in ask(kind, 80, "test", seed=3):
         assert prompt["kind"] == kind and prompt["text"].endswith("?") and prompt["answer"]
         assert ("video" in prompt) == (kind in ("frame", "span")) != ("images" in prompt)
@@ -258,8 +260,8 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("name", ["grounding", "counting"])
-def test_the_shipped_recipe_runs_and_its_report_shows_rollouts(name, folder, tmp_path):
+def test_the_shipped_recipe_runs_and_its_report_shows_rollouts(folder, tmp_path):
+    name = "grounding"
     from mmrl.cli.commands import evaluate
     from mmrl.core.paths import find_config
     from mmrl.experiment.lifecycle import train

@@ -46,7 +46,7 @@ def test_another_recipe_is_another_folder():
     assert first != two and (first / "sub/a.bin").read_text() == "1"
 
 
-@pytest.mark.parametrize("harm", ["change", "remove", "tear", "manifest"])
+@pytest.mark.parametrize("harm", ["change", "remove", "tear"])
 def test_damage_is_named_and_repaired(harm, capsys):
     build = Builder()
     folder = cache.fetch("toy", "r1", build)

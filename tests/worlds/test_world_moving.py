@@ -86,10 +86,9 @@ def test_true_clips_score_one(reward, clips):
     assert scores.min() > 0.95 and scores.max() <= 1
 
 
-@pytest.mark.parametrize("harm", "reversed still blank noise shuffled jump half vanishing".split())
-def test_false_clips_score_less(reward, clips, harm):
+def test_false_clips_score_less(reward, clips):
     true = clips.frames
-    falsified = {
+    for harm, falsified in {
         "reversed": true.flip(1),
         "still": true[:, :1].expand_as(true),
         "blank": torch.zeros_like(true),
@@ -98,11 +97,12 @@ def test_false_clips_score_less(reward, clips, harm):
         "jump": true[:, [0, 0, 0, 4, 4]],
         "half": true[:, [0, 0, 1, 1, 2]],
         "vanishing": true * torch.linspace(1, 0, 5).view(-1, 1, 1, 1),
-    }[harm]
-    most = {"half": 0.55, "jump": 0.25}.get(harm, 0.01)
-    assert reward(falsified, PROMPTS)[MOVES].max() <= most
-    if harm in ("blank", "noise", "vanishing"):
-        assert reward(falsified, PROMPTS)[~MOVES].max() <= 0.01
+    }.items():
+        most = {"half": 0.55, "jump": 0.25}.get(harm, 0.01)
+        values = reward(falsified, PROMPTS)
+        assert values[MOVES].max() <= most, harm
+        if harm in ("blank", "noise", "vanishing"):
+            assert values[~MOVES].max() <= 0.01, harm
 
 
 def test_another_motion_earns_nothing(reward, clips):

@@ -74,9 +74,8 @@ def both(name, **options):
     return POLICIES.build(name, **(chosen | own)), make(name, call, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"guidance_scale": 2.5}], ids=["plain", "guided"])
-def test_sd3_samples_scores_and_learns_as_the_family_written_by_hand(options):
-    family, replayed = both("sd3", noise_level=0.5, **options)
+def test_sd3_samples_scores_and_learns_as_the_family_written_by_hand():
+    family, replayed = both("sd3", noise_level=0.5, guidance_scale=2.5)
     torch.testing.assert_close(replayed.times, family.times, atol=1e-6, rtol=0)
     gradients = []
     rollouts = []
@@ -98,9 +97,8 @@ def test_sd3_samples_scores_and_learns_as_the_family_written_by_hand(options):
     torch.testing.assert_close(gradients[1] / scale, gradients[0] / scale, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_flux_without_noise_is_the_family_written_by_hand(guidance):
-    family, replayed = both("flux", guidance_scale=guidance)
+def test_flux_without_noise_is_the_family_written_by_hand():
+    family, replayed = both("flux", guidance_scale=2.5)
     with torch.no_grad(), family.evaluating(), replayed.evaluating():
         ours, theirs = (p.rollout(PROMPTS, 2, Rng.of("same")) for p in (family, replayed))
     torch.testing.assert_close(theirs.sample, pack(ours.sample), atol=1e-4, rtol=0)
@@ -228,12 +226,9 @@ def trainer_of(policy, **options):
     )
 
 
-TRAINED = ["sd", "flux", "wan-two", "lumina2", "wan_i2v", "z_image"]
-
-
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", ["sd", "wan_i2v"])
 def test_the_first_step_is_exactly_on_policy(name):
-    options = {"lora": 2, "guidance_scale": 2.5} if name in ("sd", "wan-two") else {}
+    options = {"lora": 2, "guidance_scale": 2.5} if name == "sd" else {}
     metrics = trainer_of(make(name, check=True, **options)).iterate()
     assert metrics["ratio/max_deviation"] == 0.0
     assert metrics["grad_norm"] > 0 and metrics["step"] == 1
@@ -259,8 +254,9 @@ def test_passes_that_hold_rows_of_several_steps_give_the_same_gradient():
 
 @pytest.mark.parametrize(("name", "lora"), [("flux", 2), ("wan-two", 2), ("lumina2", None)])
 def test_an_export_gives_the_plain_pipeline_our_pictures(name, lora, tmp_path):
-    policy = make(name, lora=lora, fixed_batch_rows=None)
-    trainer_of(policy).iterate()
+    policy = make(name, lora=lora, check=True)
+    metrics = trainer_of(policy).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
     policy.export(tmp_path)
     again = make(name, path=place_of(name) if lora else str(tmp_path), fixed_batch_rows=None)
     before = make(name, fixed_batch_rows=None)
@@ -282,10 +278,9 @@ def test_an_export_gives_the_plain_pipeline_our_pictures(name, lora, tmp_path):
     assert (media[2] - media[0]).abs().max() > 1e-4  # the training is seen
 
 
-@pytest.mark.parametrize("name", ["sd", "flux"])
-def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
+def test_a_checkpoint_resumes_to_the_bit(tmp_path):
     def fresh():
-        return trainer_of(make(name, lora=2, guidance_scale=2.5, steps=2))
+        return trainer_of(make("flux", lora=2, guidance_scale=2.5, steps=2))
 
     resumes(fresh, tmp_path)
 

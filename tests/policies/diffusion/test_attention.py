@@ -39,10 +39,9 @@ def backends(net):
     return {p._attention_backend for p in processors if hasattr(p, "_attention_backend")}
 
 
-@pytest.mark.parametrize("case", ["flux", "wan-two"])
-def test_a_backend_reaches_every_layer_behind_the_dispatcher_and_no_other_model(case, xformers):
-    policy = make(case)
-    bystander = make(case)
+def test_a_backend_reaches_every_layer_behind_the_dispatcher_and_no_other_model(xformers):
+    policy = make("wan-two")
+    bystander = make("wan-two")
     before = _AttentionBackendRegistry.get_active_backend()
     attention_backends.use(policy.net, "xformers")
     assert backends(policy.net) == {AttentionBackendName._NATIVE_MATH} and backends(
@@ -53,7 +52,7 @@ def test_a_backend_reaches_every_layer_behind_the_dispatcher_and_no_other_model(
     assert backends(policy.net) == {AttentionBackendName.NATIVE}
 
 
-@pytest.mark.parametrize("case", ["flux", "wan-two", "sd", "sdxl", "sd3"])
+@pytest.mark.parametrize("case", ["flux", "sd", "sd3"])
 def test_samples_are_the_same_on_every_backend(case, xformers):
     policy = sd3() if case == "sd3" else make(case)
     with torch.no_grad():
@@ -70,9 +69,8 @@ def sd3():
     return SD3(locate("world:digits/sd3-test"), size=32, steps=2)
 
 
-@pytest.mark.parametrize("case", ["flux", "sd"])
-def test_the_first_step_is_on_policy_with_a_backend_chosen_by_name(case, xformers, monkeypatch):
-    policy = make(case, guidance_scale=2.0)
+def test_the_first_step_is_on_policy_with_a_backend_chosen_by_name(xformers, monkeypatch):
+    policy = make("flux", guidance_scale=2.0)
     monkeypatch.setattr(AttentionChoice, "_chosen", lambda *_: "xformers")
     policy.attending.backend = "xformers"
     metrics = trainer_of(policy).iterate()
@@ -129,9 +127,7 @@ def test_a_backend_that_fails_on_the_network_is_refused_by_name_and_passed_over_
     assert attention_backends._seconds(broken) == float("inf")
 
 
-@pytest.mark.parametrize(
-    ("xformers_ms", "chosen"), [(0.9, "xformers"), (1.01, "xformers"), (1.2, "sdpa")]
-)
+@pytest.mark.parametrize(("xformers_ms", "chosen"), [(1.01, "xformers"), (1.2, "sdpa")])
 def test_auto_takes_xformers_where_it_is_no_slower_and_measures_once(
     xformers_ms, chosen, xformers, monkeypatch
 ):

@@ -21,11 +21,9 @@ from mmrl.zoo.models.any_pipeline.replay_check import check_replay
 from mmrl.zoo.models.any_pipeline.replay_draws import Draws
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
-from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers, warm
 from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, RED, make, place_of, trainer_of
-from tests.policies.diffusion.test_replay_seams import gradient
 
 RNG = Rng.of("same")
 SMALLEST = 0.002  # sigma at which Cosmos 2 ends
@@ -73,9 +71,9 @@ def first_noise(policy):
     return RNG.normal(torch.arange(1), policy.shape, 0, torch.float32)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
 @pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos1-video", "cosmos25"])
-def test_latents_and_pictures_are_those_of_its_own_pipeline(name, guidance):
+def test_latents_and_pictures_are_those_of_its_own_pipeline(name):
+    guidance = 2.5
     policy = make(name, guidance_scale=guidance, fixed_batch_rows=None)
     rollout, ours = evaluated(policy)
     pipe = loaded(name)
@@ -123,9 +121,9 @@ def test_the_times_are_the_sigmas_and_the_empty_last_step_is_none():
         make("cosmos2", steps=1)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_a_folder_with_edms_euler_is_scored_by_the_data_that_it_predicts(guidance, monkeypatch):
+def test_a_folder_with_edms_euler_is_scored_by_the_data_that_it_predicts(monkeypatch):
     """Of Stable Diffusion: x_0 as the scheduler's own step says, put into a flow's Gaussian."""
+    guidance = 2.5
     policy = make("sd-edm", guidance_scale=guidance, logprob_reduction="sum", fixed_batch_rows=None)
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS[:1], 1, RNG)
@@ -159,8 +157,8 @@ def test_a_folder_with_edms_euler_is_scored_by_the_data_that_it_predicts(guidanc
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_the_log_prob_is_that_of_a_flow_of_what_its_scheduler_is_handed(guidance, monkeypatch):
+def test_the_log_prob_is_that_of_a_flow_of_what_its_scheduler_is_handed(monkeypatch):
+    guidance = 2.5
     policy = make(
         "cosmos2", guidance_scale=guidance, logprob_reduction="sum", fixed_batch_rows=None
     )
@@ -222,7 +220,7 @@ def test_what_cosmos_cannot_do_is_told_in_a_sentence():
         policy.decode(rollout.replace(sample=leaf))
 
 
-@pytest.mark.parametrize("name", [*WORLDS, "cosmos1", "cosmos1-video", "cosmos25"])
+@pytest.mark.parametrize("name", ["cosmos1-video", "cosmos2"])
 def test_the_first_step_is_exactly_on_policy(name):
     options = {"lora": 2, "guidance_scale": 2.5} if name == "cosmos2" else {}
     policy = make(name, check=True, **options)
@@ -231,27 +229,10 @@ def test_the_first_step_is_exactly_on_policy(name):
     assert policy.together == CASES[name].together  # Cosmos 1 draws in its steps, by a row's place
 
 
-@pytest.mark.parametrize("name", [*WORLDS, "cosmos25"])
+@pytest.mark.parametrize("name", ["cosmos2-video", "cosmos25"])
 def test_half_precision_scores_as_it_sampled(name):
     metrics = trainer_of(make(name, dtype="bfloat16", lora=2, check=True)).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
-
-
-def test_gradient_checkpointing_changes_no_gradient():
-    gradients = []
-    for checkpointing in (False, True):
-        policy = make("cosmos2")
-        if checkpointing:
-            policy.net.enable_gradient_checkpointing()
-            policy.net.train()
-        gradients.append(gradient(policy))
-    assert max(g.abs().max() for g in gradients[0].values()) > 0
-    for name, expected in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], expected, atol=1e-6, rtol=1e-5)
-
-
-def test_a_checkpoint_resumes_to_the_bit(tmp_path):
-    resumes(lambda: trainer_of(make("cosmos2", lora=2, guidance_scale=2.5, steps=3)), tmp_path)
 
 
 @pytest.mark.parametrize("lora", [2, None], ids=["lora", "whole"])

@@ -64,7 +64,7 @@ def test_encoding_undoes_the_scales_of_decoding(case):
     torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("case", ["sd", "flux", "ltx", "wan"])
 def test_a_picture_of_any_size_becomes_a_sample(case):
     policy = make(case)
     answer = torch.rand(3, 21, 30, generator=torch.Generator().manual_seed(0))

@@ -11,10 +11,9 @@ from diffusers.schedulers import scheduling_flow_match_lcm, scheduling_lcm
 from mmrl.core.errors import UserError
 from samplers.noise import Rng
 from samplers.windows import all_but_last, between_steps
-from tests.policies.diffusion.test_image_families import CASES, Case, call
-from tests.policies.diffusion.test_image_families import make as family
+from tests.policies.diffusion.test_folder_families import CASES, call
+from tests.policies.diffusion.test_folder_families import make as family
 
-KINDS = {"z_image": CASES["z_image"], "sd": Case("sd", {"size": 16})}
 make = partial(family, scheduler="lcm", fixed_batch_rows=None)
 
 
@@ -35,8 +34,8 @@ def our_noise(monkeypatch):
     ("name", "scheduler"), [("z_image", "FlowMatchLCMScheduler"), ("sd", "LCMScheduler")]
 )
 def test_an_exported_student_gives_plain_diffusers_our_images(name, scheduler, our_noise, tmp_path):
-    case = KINDS[name]
-    policy = make(name, case, steps=4)
+    case = CASES[name]
+    policy = make(name, steps=4)
     policy.export(tmp_path)
     assert json.loads((tmp_path / "model_index.json").read_text())["scheduler"][1] == scheduler
     pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path)

@@ -42,9 +42,9 @@ def make(name, place=None, **options):
     return POLICIES.build("pipeline", **(sizes | chosen | options))
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
 @pytest.mark.parametrize("name", ["flux2", "qwen_image", "sdxl", "z_image"])
-def test_samples_and_gradients_are_those_of_the_other_form(name, guidance):
+def test_samples_and_gradients_are_those_of_the_other_form(name):
+    guidance = 2.5
     classic = {"place": str(tiny_diffusers.folder(name)), "guidance_scale": guidance}
     classic |= {"guidance_argument": "guidance_scale"} if name == "flux2" else {}
     if name == "z_image":  # whose pipeline adds 1
@@ -95,23 +95,10 @@ def by_diffusers(name, place, guidance, noise):
         return pipe(prompt=PROMPTS[0]["text"], output="images", **call)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-@pytest.mark.parametrize("name", list(ALONE))
-def test_pictures_without_noise_are_what_its_own_blocks_give(name, guidance):
-    policy = make(name, fixed_batch_rows=None, guidance_scale=guidance)
-    policy.prepare(PROMPTS)
-    with torch.no_grad(), policy.evaluating():
-        rollout = policy.rollout(PROMPTS[:1], 1, Rng.of("same"))
-        ours = policy.decode(rollout)
-    noise = Rng.of("same").normal(rollout.row_id, policy.shape, 0, torch.float32)
-    theirs = by_diffusers(name, str(tiny_modular.folder(name)), guidance, noise)
-    torch.testing.assert_close(ours, theirs.float(), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("options", [{}, {"lora": 2}], ids=["whole", "lora"])
-@pytest.mark.parametrize("name", list(ALONE))
+@pytest.mark.parametrize(("name", "options"), [("flux3", {}), ("anima", {"lora": 2})])
 def test_it_trains_on_policy_and_its_export_gives_our_pictures(name, options, tmp_path):
     policy = make(name, fixed_batch_rows=None, guidance_scale=2.5, **options)
+    policy.prepare(PROMPTS)
     metrics = trainer_of(policy).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
     with torch.no_grad(), policy.evaluating():

@@ -20,8 +20,6 @@ from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion import self_stepping
 from mmrl.train.minibatches import passes
 from mmrl.zoo.models.any_pipeline.replay_draws import DECODING, Draws
-from samplers.kernels import flow_sde
-from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_modular
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, make, trainer_of
 from tests.policies.diffusion.test_sound import (
@@ -32,7 +30,6 @@ from tests.policies.diffusion.test_sound import (
     TEXTS,
     evaluated,
     ltx2,
-    parts,
     sampled,
 )
 
@@ -84,7 +81,7 @@ def first_noise():
     return RNG.normal(torch.arange(2), (400,), 0, torch.float32)
 
 
-@pytest.mark.parametrize(("scale", "call"), [(1.0, {}), (2.5, {}), (3.0, GUIDED), (1.0, SEPARATE)])
+@pytest.mark.parametrize(("scale", "call"), [(2.5, {}), (1.0, SEPARATE)])
 def test_ltx2_blocks_sample_and_learn_as_ltx2_pipeline(scale, call):
     """Which batches the passes of guidance; blocks make one after the other."""
     outcomes = []
@@ -104,7 +101,7 @@ def test_ltx2_blocks_sample_and_learn_as_ltx2_pipeline(scale, call):
     torch.testing.assert_close(gradient, expected, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize(("scale", "call"), [(1.0, {}), (2.5, {}), (3.0, GUIDED), (1.0, SEPARATE)])
+@pytest.mark.parametrize(("scale", "call"), [(3.0, GUIDED), (1.0, SEPARATE)])
 def test_ltx25_without_noise_is_what_its_own_blocks_give(scale, call):
     policy = modular("ltx25", call, guidance_scale=scale, check=True)
     policy.prepare(PROMPTS)
@@ -117,53 +114,21 @@ def test_ltx25_without_noise_is_what_its_own_blocks_give(scale, call):
     assert policy.capabilities.sound and policy.capabilities.makes == "video"
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_the_log_prob_is_that_of_what_both_schedulers_are_handed(scale, monkeypatch):
-    policy = modular("ltx25", guidance_scale=scale, logprob_reduction="sum")
-    rollout = sampled(policy)
-    point = next(iter(policy.path(rollout)))
-    velocities = []
-    step = diffusers.FlowMatchEulerDiscreteScheduler.step
-
-    def listening(self, output, *rest, **more):
-        velocities.append(output)
-        return step(self, output, *rest, **more)
-
-    monkeypatch.setattr(diffusers.FlowMatchEulerDiscreteScheduler, "step", listening)
-    called(own_blocks(), scale, first_noise())
-    logprob = torch.zeros(2)
-    pieces = zip(parts(point.state), velocities[:2], parts(point.target), strict=True)
-    for state, v, target in pieces:
-        times = [point.time, point.transition.next_time, point.transition.noise_level]
-        mean, std = flow_sde(state, v, *times)
-        logprob += Normal(mean, std).log_prob(target).flatten(1).sum(1)
-    torch.testing.assert_close(rollout.logprob[:, 0], logprob, atol=1e-3, rtol=1e-5)
-
-
-@pytest.mark.parametrize("lora", [2, None], ids=["lora", "whole"])
-def test_it_trains_on_policy_and_its_export_gives_its_blocks_our_video_and_sound(lora, tmp_path):
-    policy = modular("ltx25", guidance_scale=2.5, lora=lora)
+def test_it_trains_on_policy_and_its_export_gives_its_blocks_our_video_and_sound(tmp_path):
+    policy = modular("ltx25", guidance_scale=2.5)
     with torch.no_grad():
         before = policy.decode(evaluated(policy))
     metrics = trainer_of(policy).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
     policy.export(tmp_path / "export")
-    if lora:
-        pipe = own_blocks()
-        pipe.load_lora_weights(tmp_path / "export")
-    else:
-        shutil.move(tmp_path / "export", tmp_path / "elsewhere")
-        pipe = own_blocks(tmp_path / "elsewhere")
+    shutil.move(tmp_path / "export", tmp_path / "elsewhere")
+    pipe = own_blocks(tmp_path / "elsewhere")
     with torch.no_grad():
         media = policy.decode(evaluated(policy))
     video, sound = called(pipe, 2.5, first_noise())
     torch.testing.assert_close(media.as_subclass(torch.Tensor), video, atol=1e-4, rtol=0)
     torch.testing.assert_close(media.sound, sound, atol=1e-4, rtol=0)
     assert (media.sound - before.sound).abs().max() > 1e-4  # the training is heard
-
-
-def test_a_checkpoint_resumes_to_the_bit(tmp_path):
-    resumes(lambda: trainer_of(modular("ltx25", lora=2, fixed_batch_rows=4)), tmp_path)
 
 
 def test_a_row_is_decoded_alike_alone_and_among_others():
@@ -179,9 +144,9 @@ def test_a_row_is_decoded_alike_alone_and_among_others():
     assert (others[1] - others[0]).abs().max() > 1e-3  # no two rows have the same noise
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_ltx2_blocks_from_a_picture_are_the_other_form(scale):
+def test_ltx2_blocks_from_a_picture_are_the_other_form():
     """Which step the frames after the first: no other numbers are decisions."""
+    scale = 2.5
     call = SIZE | {"image_crf": 0}
     inputs = {"prompt": "text", "image": "image"}
     sizes = {"steps": 2, "fixed_batch_rows": None, "guidance_scale": scale}
@@ -302,9 +267,8 @@ def test_echos_log_prob_is_that_of_both_latents_around_its_predicted_data(monkey
         torch.testing.assert_close(rollout.logprob[:, k], expected, atol=1e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lora", [2, None], ids=["lora", "whole"])
-def test_echo_trains_on_policy_and_its_export_gives_its_blocks_our_video(lora, tmp_path):
-    policy = echo(lora=lora)
+def test_echo_trains_on_policy_and_its_export_gives_its_blocks_our_video(tmp_path):
+    policy = echo(lora=2)
     with torch.no_grad():
         before = policy.decode(evaluated(policy))
     metrics = trainer_of(policy).iterate()
@@ -312,19 +276,12 @@ def test_echo_trains_on_policy_and_its_export_gives_its_blocks_our_video(lora, t
     policy.export(tmp_path)
     with torch.no_grad():
         media = policy.decode(evaluated(policy))
-    if lora:
-        pipe = echo_blocks()
-        pipe.load_lora_weights(tmp_path)
-        video, sound = echo_called(pipe, echo_noises())
-    else:
-        video, sound = echo_alone(echo_noises(), tmp_path)
+    pipe = echo_blocks()
+    pipe.load_lora_weights(tmp_path)
+    video, sound = echo_called(pipe, echo_noises())
     torch.testing.assert_close(media.as_subclass(torch.Tensor), video, atol=1e-4, rtol=0)
     torch.testing.assert_close(media.sound, sound, atol=1e-4, rtol=0)
     assert (media.sound - before.sound).abs().max() > 1e-4  # the training is heard
-
-
-def test_a_checkpoint_of_echo_resumes_to_the_bit(tmp_path):
-    resumes(lambda: trainer_of(echo(lora=2, fixed_batch_rows=4)), tmp_path)
 
 
 @pytest.mark.parametrize("make_policy", [echo, partial(modular, "ltx25")], ids=["echo", "ltx25"])
@@ -359,16 +316,11 @@ def test_mistakes_are_told_in_a_sentence():
         modular("ltx25", {"stg_strength": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("echo", "EchoModularPipeline cannot be replayed: it has no scheduler, so it steps its"),
-    ],
-)
-def test_models_that_step_in_other_ways_are_refused_in_a_sentence(name, says, monkeypatch):
+def test_models_that_step_in_other_ways_are_refused_in_a_sentence(monkeypatch):
+    says = "EchoModularPipeline cannot be replayed: it has no scheduler, so it steps its"
     monkeypatch.setattr(self_stepping, "LOOP", "")  # were Echo not known
     with pytest.raises(UserError, match=says) as said:
-        modular(name)
+        modular("echo")
     assert "\n" not in str(said.value)
 
 

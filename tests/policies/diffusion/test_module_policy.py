@@ -66,8 +66,8 @@ def sampled(policy):
         return rollout, policy.decode(rollout)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_a_dit_is_the_diffusers_pipeline(guidance, monkeypatch):
+def test_a_dit_is_the_diffusers_pipeline(monkeypatch):
+    guidance = 2.5
     policy = make(**DIT, guidance_scale=guidance, fixed_batch_rows=None)
     rollout, ours = sampled(policy)
     theirs = of_the_pipeline(policy.net.net, rollout, guidance, monkeypatch)
@@ -75,13 +75,12 @@ def test_a_dit_is_the_diffusers_pipeline(guidance, monkeypatch):
     assert (theirs[0] - theirs[2]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("lora", [2, None])
-def test_a_trained_dit_gives_the_plain_pipeline_our_images(lora, tmp_path, monkeypatch):
+def test_a_trained_dit_gives_the_plain_pipeline_our_images(tmp_path, monkeypatch):
     """The export of adapters, too, is a state dict of the network as it was written, and all of
     it."""
     from safetensors.torch import load_file
 
-    whole = trainer(**DIT, lora=lora, fixed_batch_rows=None)
+    whole = trainer(**DIT, lora=2, fixed_batch_rows=None)
     whole.iterate(), whole.iterate()
     whole.policy.export(tmp_path)
     rollout, ours = sampled(whole.policy)
@@ -94,11 +93,9 @@ def test_a_trained_dit_gives_the_plain_pipeline_our_images(lora, tmp_path, monke
 
 
 CASES = {
-    "label": {},
     "guided": {"empty": 5, "guidance_scale": 2.5},
     "embedding": {"net": f"{HERE}:Embedded", "field": "place"},
     "nothing": {"net": f"{HERE}:Embedded", "field": None},
-    "dit": DIT,
     "dit-lora": DIT | {"lora": 2, "guidance_scale": 2.5},
 }
 

@@ -41,11 +41,10 @@ def gradient(policy):
     return {n: p.grad.clone() for n, p in policy.net.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["flux", "wan-two"])
-def test_half_precision_scores_as_it_sampled(name):
+def test_half_precision_scores_as_it_sampled():
     """The first ratio is 1 exactly, of frozen weights in bfloat16, in passes as wide as sampling's;
     in others it is 1 up to rounding. Latents and log-probs stay in float32."""
-    policy = make(name, dtype="bfloat16", lora=2, steps=2, check=True)
+    policy = make("wan-two", dtype="bfloat16", lora=2, steps=2, check=True)
     dtypes = []
     first = next(m for n, m in policy.net.named_modules() if n.endswith("to_q.base_layer"))
     first.register_forward_hook(lambda net, args, output: dtypes.append(output.dtype))
@@ -63,10 +62,9 @@ def test_half_precision_scores_as_it_sampled(name):
             torch.testing.assert_close(logprob, part.recorded, atol=1e-2, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("flux", "nf4"), ("wan-two", "8bit")])
-def test_frozen_weights_in_few_bits_are_trained_through(name, kind):
+def test_frozen_weights_in_few_bits_are_trained_through():
     pytest.importorskip("bitsandbytes")
-    policy = make(name, quantization=kind, lora=2, steps=2, check=True)
+    policy = make("flux", quantization="nf4", lora=2, steps=2, check=True)
     layers = [layer for layer in policy.net.modules() if isinstance(layer, QuantizedLinear)]
     before = [layer.weight.clone() for layer in layers]
     metrics = trainer_of(policy).iterate()
@@ -74,13 +72,8 @@ def test_frozen_weights_in_few_bits_are_trained_through(name, kind):
     assert layers and all(torch.equal(x, y.weight) for x, y in zip(before, layers, strict=True))
 
 
-@pytest.mark.parametrize("name", ["flux", "wan-two"])
-def test_gradient_checkpointing_changes_no_gradient(name):
-    checkpointed_as_whole(make(name, steps=2))
-
-
-def checkpointed_as_whole(policy):
-    """Checkpointing gives the gradient of whole passes."""
+def test_gradient_checkpointing_changes_no_gradient():
+    policy = make("wan-two", steps=2)
     whole = gradient(policy)
     policy.enable_gradient_checkpointing()
     again = gradient(policy)

@@ -20,8 +20,6 @@ from mmrl.policies.diffusion import prompt_lengths
 from samplers.noise import Rng
 from tests.fixtures import command, tiny_diffusers
 from tests.policies.diffusion import test_folder_families as folders
-from tests.policies.diffusion import test_image_families as images
-from tests.policies.diffusion import test_video_families as videos
 
 load_built_in()
 
@@ -35,14 +33,10 @@ def pictures(policy, prompts):
         return rollout, policy.decode(rollout)
 
 
-@pytest.mark.parametrize("name", ["sd", "sdxl", "flux", "wan", "sana"])
+@pytest.mark.parametrize("name", ["sd", "flux"])
 def test_a_negative_prompt_is_the_pipelines(name):
     """By the option, and by a row's own column, which stands before it."""
-    own, call = (
-        folders.CASES[name][1::2]
-        if name in folders.CASES
-        else (images.CASES[name].own, images.CASES[name].call)
-    )
+    own, call = folders.CASES[name].own, folders.CASES[name].call
     torch.manual_seed(0)
     place = str(tiny_diffusers.folder(name))
     made = dict(path=place, steps=2, fixed_batch_rows=None, **own)
@@ -79,29 +73,19 @@ def test_a_negative_prompt_is_the_pipelines(name):
 OWN = {"text": TEXTS[0], "seed": 7, "negative_prompt": NEGATIVE}
 
 
-def case_of(name):
-    """Options of a policy, arguments of its pipeline."""
-    if name in folders.CASES:
-        return folders.CASES[name][1::2]
-    case = (images.CASES if name in images.CASES else videos.CASES)[name]
-    return case.own, case.call
-
-
 @pytest.mark.parametrize(
     ("name", "scales"),
     [
         ("sd", {"guidance_scale": 3.5}),
-        ("sdxl", {"guidance_scale": 3.5}),
         ("z_image", {"guidance_scale": 3.5}),
         ("flux", {"guidance_scale": 6.0, "true_cfg_scale": 2.0}),
-        ("qwen_image", {"true_cfg_scale": 2.0}),
         ("wan-two", {"guidance_scale": 3.5}),
         ("hunyuan_video", {"guidance_scale": 4.0, "true_cfg_scale": 2.0}),
     ],
 )
 def test_a_rows_own_settings_are_those_of_the_pipelines_call(name, scales):
     """Seed, guidance, negative prompt and size of one row; the other keeps the policy's."""
-    own, call = case_of(name)
+    own, call = folders.CASES[name].own, folders.CASES[name].call
     policy = POLICIES.build(
         name.partition("-")[0],
         path=str(tiny_diffusers.folder(name)),
@@ -190,7 +174,7 @@ def test_what_is_wrong_with_pictures_and_settings_of_animated_rows_is_one_list()
         {"text": "a", "image": Image.new("RGB", (20, 20))} | own
         for own in ({}, {"seed": -1}, {"image": None})
     ]
-    policy = videos.make("wan_i2v")
+    policy = folders.make("wan_i2v")
     assert policy.admit(rows[:1]) == rows[:1]
     with pytest.raises(UserError, match="2 of 3 rows are broken") as caught:
         build.admitted(policy, build.Admitted(rows, []))

@@ -25,7 +25,7 @@ from mmrl.train.minibatches import Points, passes
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from mmrl.zoo.models.diffusion.sd3 import SD3
-from samplers.kernels import dance_sde, flow_sde
+from samplers.kernels import dance_sde
 from samplers.noise import Rng
 from samplers.windows import all_but_last
 from tests.experiment.test_resume import resumes
@@ -89,8 +89,7 @@ def test_every_shape_of_the_format_is_the_diffusers_pipeline(folder, tmp_path, k
     )
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("guidance", "steps"), [(1.0, 4), (3.0, 1)])
 def test_without_noise_we_are_the_diffusers_pipeline(folder, guidance, steps):
     policy = make(folder, steps=steps)
     with policy.evaluating(guidance), torch.no_grad():
@@ -114,12 +113,9 @@ def test_without_noise_we_are_the_diffusers_pipeline(folder, guidance, steps):
 
 
 CASES = {
-    "flow_sde": {"sde_type": flow_sde},
     "dance_sde": {"sde_type": dance_sde, "noise_level": 0.3, "noise_window": all_but_last},
-    "guided": {"guidance_scale": 3.0},
     "stopgrad": {"guidance_scale": 3.0, "logprob_guidance": "guided_stopgrad_uncond"},
     "conditional": {"guidance_scale": 3.0, "logprob_guidance": "conditional"},
-    "lora": {"lora": Lora(4)},
     "lora guided dance": {
         "lora": 4,
         "guidance_scale": 3.0,
@@ -129,10 +125,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_step_is_exactly_on_policy(folder, case, precision):
-    metrics = trainer_of(make(folder, **CASES[case]), precision=precision).iterate()
+def test_the_first_step_is_exactly_on_policy(folder, case):
+    metrics = trainer_of(make(folder, **CASES[case]), precision="bf16").iterate()
     assert metrics["ratio/max_deviation"] == 0.0
     assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == 0.0
     assert metrics["grad_norm"] > 0 and metrics["step"] == 1
@@ -150,12 +145,11 @@ def test_half_precision_weights_are_scored_as_sampled(folder, dtype):
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_commands_compute_as_training_does(tmp_path, precision):
+def test_commands_compute_as_training_does(tmp_path):
     """One rule: the network's own passes are in ``train.precision``, encoders and decoder as they
     were loaded. A bf16 decoder showed another picture than the one that training had rewarded."""
     (tmp_path / "prompts.txt").write_text("\n".join(prompt["text"] for prompt in PROMPTS))
-    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path, precision=precision))
+    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
     trainer = build.Session.of(build.read(tmp_path / "run.yaml", [])).trainer()
     one = build.base(tmp_path / "run.yaml")
     found = []
@@ -174,7 +168,7 @@ objective: {{policy_gradient: {{clip_range: 1e-3}}}}
 optimizer: {{adamw: {{lr: 1e-3}}}}
 train:
   {{prompts_per_iteration: 2, group_size: 4, train_batch_size: 4, iterations: 2,
-    precision: {precision}}}
+    precision: bf16}}
 """
 
 

@@ -4,26 +4,18 @@ diffusers' own LTX2Pipeline."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import diffusers
 import pytest
 import torch
 from torch.distributions import Normal
 
-from mmrl import advantages
-from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.media.sound import SoundVideos, sound_of
-from mmrl.objectives import PolicyGradient
-from mmrl.scoring import Scorer
-from mmrl.train.optimizers import adamw
-from mmrl.train.trainer import Trainer
+from mmrl.core.media.sound import SoundVideos
 from mmrl.zoo.models.any_pipeline.replay_check import check_replay
 from mmrl.zoo.models.any_pipeline.replay_draws import Draws
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
-from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
 from tests.fixtures.replay_cases import PROMPT_GUIDED
 from tests.fixtures.replay_cases import SOUND as SIZE
@@ -89,7 +81,7 @@ def sampled(policy, copies=1):
         return policy.rollout(PROMPTS, copies, RNG)
 
 
-@pytest.mark.parametrize(("scale", "call"), [(1.0, {}), (2.5, {}), (3.0, GUIDED), (1.0, SEPARATE)])
+@pytest.mark.parametrize(("scale", "call"), [(3.0, GUIDED), (1.0, SEPARATE)])
 def test_without_noise_video_and_sound_are_diffusers_own(scale, call, plain):
     policy = ltx2(call, guidance_scale=scale)
     with policy.evaluating(), torch.no_grad():
@@ -101,10 +93,9 @@ def test_without_noise_video_and_sound_are_diffusers_own(scale, call, plain):
     assert media.sampling_rate == plain.vocoder.config.output_sampling_rate
 
 
-@pytest.mark.parametrize(("scale", "reduction"), [(1.0, "sum"), (2.5, "mean")])
-def test_the_log_prob_is_that_of_both_latents(scale, reduction, plain, monkeypatch):
+def test_the_log_prob_is_that_of_both_latents(plain, monkeypatch):
     """What diffusers' pipeline hands to its two schedulers, put into the SDE's Gaussian."""
-    policy = ltx2(guidance_scale=scale, logprob_reduction=reduction)
+    policy = ltx2(guidance_scale=2.5)
     rollout = sampled(policy)
     point = next(iter(policy.path(rollout)))
     velocities = []
@@ -116,7 +107,7 @@ def test_the_log_prob_is_that_of_both_latents(scale, reduction, plain, monkeypat
             velocities.append(output) or step(self, output, *rest, **more)
         ),
     )
-    called(plain, point.state, guidance_scale=scale)
+    called(plain, point.state, guidance_scale=2.5)
     logprob = torch.zeros(2)
     for state, v, target in zip(
         parts(point.state), velocities[:2], parts(point.target), strict=True
@@ -124,8 +115,7 @@ def test_the_log_prob_is_that_of_both_latents(scale, reduction, plain, monkeypat
         times = [point.time, point.transition.next_time, point.transition.noise_level]
         mean, std = flow_sde(state, v, *times)
         logprob += Normal(mean, std).log_prob(target).flatten(1).sum(1)
-    logprob /= 400 if reduction == "mean" else 1
-    torch.testing.assert_close(rollout.logprob[:, 0], logprob, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(rollout.logprob[:, 0], logprob / 400, atol=1e-3, rtol=1e-5)
 
 
 def test_the_sound_has_its_share_of_the_log_prob():
@@ -165,20 +155,6 @@ def test_the_first_step_is_on_policy_and_both_are_learned():
         assert not torch.equal(before[name], policy.net.get_parameter(name)), name
 
 
-def test_each_latent_has_its_gradient(policy):
-    """Of the last layers, which make nothing but their own output."""
-    rollout = sampled(policy)
-    point = next(iter(policy.path(rollout)))
-    v, _ = policy._velocities(point, guided=False)
-    layers = [policy.net.proj_out.weight, policy.net.audio_proj_out.weight]
-    sums = [part.square().sum() for part in parts(v)]
-    gradients = [
-        torch.autograd.grad(part, layers, retain_graph=True, allow_unused=True) for part in sums
-    ]
-    reached = [[g is not None and bool(g.abs().max() > 0) for g in pair] for pair in gradients]
-    assert reached == [[True, False], [False, True]]
-
-
 def test_a_row_is_the_same_alone_and_among_others(policy):
     rollout = sampled(policy, 2)
     with torch.no_grad():
@@ -202,17 +178,15 @@ def test_a_state_between_the_pipelines_times_is_guided_at_its_own():
     torch.testing.assert_close(other, own, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("lora", [2, None])
-def test_an_export_gives_diffusers_our_video_and_sound(lora, tmp_path):
-    policy = ltx2(lora=lora)
+def test_an_export_gives_diffusers_our_video_and_sound(tmp_path):
+    policy = ltx2(lora=2)
     untrained = policy.decode(evaluated(policy))
     trainer_of(policy).iterate()
     policy.export(tmp_path)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(place_of("ltx2") if lora else tmp_path)
-    if lora:
-        adapted = {name.split(".lora_")[0].split(".")[2] for name in policy.weights.full()}
-        assert {"attn1", "audio_attn1", "audio_to_video_attn", "video_to_audio_attn"} <= adapted
-        pipe.load_lora_weights(tmp_path)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(place_of("ltx2"))
+    adapted = {name.split(".lora_")[0].split(".")[2] for name in policy.weights.full()}
+    assert {"attn1", "audio_attn1", "audio_to_video_attn", "video_to_audio_attn"} <= adapted
+    pipe.load_lora_weights(tmp_path)
     pipe.set_progress_bar_config(disable=True)
     video, sound = called(pipe, first_state(pipe), guidance_scale=1.0)
     media = policy.decode(evaluated(policy))
@@ -225,16 +199,6 @@ def test_an_export_gives_diffusers_our_video_and_sound(lora, tmp_path):
 def evaluated(policy):
     with policy.evaluating():
         return sampled(policy)
-
-
-def test_a_checkpoint_resumes_to_the_bit(tmp_path):
-    resumes(lambda: trainer_of(ltx2(lora=2, fixed_batch_rows=4)), tmp_path)
-
-
-def test_half_precision_scores_as_it_sampled():
-    policy = ltx2(dtype="bfloat16", lora=2, check=True)
-    metrics = trainer_of(policy).iterate()
-    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
 
 
 def test_the_check_hears_a_sound_that_is_not_the_pipelines():
@@ -299,39 +263,9 @@ def test_guidance_costs_the_passes_that_the_page_says(policy):
         assert names == ("transformer",) * count
 
 
-def loudness(media, prompts):
-    sound, _ = sound_of(media, "loudness")
-    return sound.square().mean((1, 2)).sqrt()
-
-
-def test_it_learns_to_be_louder():
-    """A reward of the sound alone, by the gradient of both decisions."""
-    policy = ltx2()
-    sizes = {"prompts_per_iteration": 2, "group_size": 4, "train_batch_size": 8, "iterations": 2}
-    trainer = Trainer(
-        policy,
-        PROMPTS,
-        Scorer({"loudness": loudness}),
-        advantages.flow_grpo,
-        PolicyGradient(clip_range=1e-2),
-        partial(adamw, lr=2e-2),
-        TrainOptions(**sizes),
-    )
-    means = []
-    for iterations in (2, 0):
-        with torch.no_grad():
-            values = loudness(policy.decode(policy.rollout(PROMPTS, 6, RNG)), PROMPTS)
-        means.append(values.mean())
-        for _ in range(iterations):
-            trainer.iterate()
-    error = values.std() / len(values) ** 0.5
-    assert means[1] > means[0] + 5 * error, (means, error)
-
-
-@pytest.mark.parametrize(("scale", "call"), [(1.0, {}), (2.5, GUIDED)])
-def test_from_a_picture_only_what_is_stepped_is_the_decision(scale, call):
+def test_from_a_picture_only_what_is_stepped_is_the_decision():
     """The first frame's latents are the picture's, and no numbers of the log-prob."""
-    call = {"image_crf": 0} | call
+    scale, call = 2.5, {"image_crf": 0} | GUIDED
     policy = make("ltx2_i2v", call=SIZE | call, steps=2, fixed_batch_rows=None)
     policy.guidance_scale = scale
     assert policy.shape == (8 * 1 * 4 * 4 + 144,)

@@ -13,7 +13,6 @@ from mmrl.core.errors import UserError
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.diffusion.two_stages import generator_of
 from samplers.noise import Rng
-from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
 from tests.policies.diffusion.test_any_pipeline import PROMPTS, make, place_of, trainer_of
 
@@ -63,7 +62,7 @@ def noise_of(policy, row):
 
 @pytest.mark.parametrize(
     ("guidance", "call"),
-    [(1.0, {}), (2.5, {}), (4.0, {"prior_guidance_scale": 1.0, "negative_prompt": "a blue"})],
+    [(2.5, {}), (4.0, {"prior_guidance_scale": 1.0, "negative_prompt": "a blue"})],
 )
 def test_pictures_are_those_of_both_stages(guidance, call):
     policy = make(BOTH, check=True, guidance_scale=guidance, fixed_batch_rows=None)
@@ -100,31 +99,18 @@ def test_samples_that_share_steps_are_refused():
         make(BOTH, tree=Tree(splits=[0, 1]))
 
 
-@pytest.mark.parametrize("options", [{"lora": 2, "guidance_scale": 2.5}, {}], ids=["lora", "whole"])
-def test_it_trains_on_policy_and_its_export_gives_diffusers_our_pictures(options, tmp_path):
-    policy = make(BOTH, fixed_batch_rows=None, **options)
+def test_it_trains_on_policy_and_its_export_gives_diffusers_our_pictures(tmp_path):
+    policy = make(BOTH, fixed_batch_rows=None, lora=2, guidance_scale=2.5)
     before = evaluated(policy)
     metrics = trainer_of(policy).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
     policy.export(tmp_path)
-    pipe = combined(None if options else tmp_path)
-    if options:
-        pipe.unet.load_lora_adapter(str(tmp_path), prefix=None, use_safetensors=True)
+    pipe = combined()
+    pipe.unet.load_lora_adapter(str(tmp_path), prefix=None, use_safetensors=True)
     ours = evaluated(policy)
-    guidance = options.get("guidance_scale", 1.0)
-    theirs = called(pipe, TEXTS[0], noise_of(policy, 0), guidance)
+    theirs = called(pipe, TEXTS[0], noise_of(policy, 0), 2.5)
     torch.testing.assert_close(ours[:1], theirs, atol=1e-4, rtol=0)
     assert (ours - before).abs().max() > 1e-4  # the training is seen
-
-
-def test_a_checkpoint_resumes_to_the_bit(tmp_path):
-    resumes(lambda: trainer_of(make(BOTH, lora=2, guidance_scale=2.5, steps=2)), tmp_path)
-
-
-def test_half_precision_scores_as_it_sampled():
-    policy = make(BOTH, dtype="bfloat16", lora=2, check=True)
-    metrics = trainer_of(policy).iterate()
-    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
 
 
 def test_a_variance_that_the_network_learned_is_left_out(tmp_path):

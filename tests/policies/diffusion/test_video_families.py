@@ -1,14 +1,11 @@
-"""Families of video models against diffusers' own pipelines; Wan's text to video is in
-test_folder_families."""
+"""Families of video models: first frames that are given, and clips that are learnt. Against
+diffusers' own pipelines they are in test_folder_families."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import diffusers
 import numpy as np
 import pytest
 import torch
@@ -16,212 +13,17 @@ import yaml
 from PIL import Image
 
 from mmrl.core.errors import UserError
-from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.core.registry import load_built_in
 from mmrl.experiment.build import Session, read
 from mmrl.experiment.lifecycle import train
 from samplers import windows
 from samplers.noise import Rng
 from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers
-from tests.policies.diffusion.test_folder_families import PROMPTS, trainer_of
+from tests.policies.diffusion.test_folder_families import CASES, PROMPTS, make, picture
 
 load_built_in()
-
-
-def picture(seed, size=(40, 28)):
-    """Of another size than the videos."""
-    return Image.fromarray(
-        np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
-    )
-
-
-SHOWN = [{**prompt, "image": picture(i)} for i, prompt in enumerate(PROMPTS)]
-
-
-def tokens(x):
-    """LTX's latents are tokens."""
-    return x.flatten(2).transpose(1, 2)
-
-
-@dataclass
-class Case:
-    """A tiny model, the policy for it, and how its pipeline is called."""
-
-    policy: str
-    own: dict[str, Any]  # options of the policy
-    call: dict[str, Any] = field(default_factory=dict)  # further arguments of the pipeline
-    folder: str | None = None  # if it is not the case's name
-    embedded: bool = False  # guidance_scale is an input of the network, true_cfg_scale guides
-    drop: int = 0  # latent frames that the pipeline does not return
-
-    def guide(self, scale):
-        if not self.embedded:
-            return {"guidance_scale": scale}
-        return {"true_cfg_scale": scale, "guidance_scale": 6.0} | (
-            {"negative_prompt": ""} if scale > 1 else {}
-        )
-
-    @property
-    def shown(self):
-        return self.policy.endswith("i2v")
-
-    @property
-    def prompts(self):
-        return SHOWN if self.shown else PROMPTS
-
-
-def case(policy, frames, text_length, more=None, **options):
-    own = {"size": [16, 32], "frames": frames, "text_length": text_length} | (more or {})
-    return Case(policy, own, {"num_frames": frames, "max_sequence_length": text_length}, **options)
-
-
-CASES = {
-    "wan_i2v": case("wan_i2v", 5, 16),
-    "wan_i2v-two": case("wan_i2v", 5, 16),
-    "wan_i2v-tokens": case("wan_i2v", 5, 16, folder="wan-tokens"),
-    "skyreels_i2v": case("skyreels_i2v", 5, 16),
-    "ltx": case("ltx", 5, 16, {"size": [32, 64]}),
-    "cogvideox": case("cogvideox", 9, 16, {"steps": 4}),
-    "hunyuan_video": case("hunyuan_video", 5, 64, embedded=True),
-    "hunyuan_i2v": case("hunyuan_i2v", 5, 96, embedded=True),
-    "hunyuan_i2v-joined": case("hunyuan_i2v", 9, 96, embedded=True, drop=1),
-}
-# The same families where only parity with the pipeline is of interest.
-MORE = {
-    "ltx-timed": case("ltx", 5, 16, {"size": [32, 64], "decode_time": 0.05}),
-    "cogvideox-joined": case("cogvideox", 9, 16, {"steps": 4}),
-}
-MORE["ltx-timed"].call |= {"decode_timestep": 0.05, "decode_noise_scale": 0.0}
-ALL = CASES | MORE
-
-
-def make(name, **options):
-    one = ALL[name]
-    torch.manual_seed(0)
-    chosen = {"steps": 3, "fixed_batch_rows": 4} | one.own | options
-    return POLICIES.build(one.policy, path=str(tiny_diffusers.folder(one.folder or name)), **chosen)
-
-
-def pipeline(name, policy):
-    place = str(tiny_diffusers.folder(ALL[name].folder or name))
-    pipe = getattr(diffusers, policy.pipeline).from_pretrained(place)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def first_latents(policy, one, rollout):
-    """As the pipeline is given them, which mixes the image in itself where it does."""
-    first = rollout.latents.states[:, 0]
-    if one.policy == "hunyuan_i2v":
-        first = (first - 0.001 * rollout.cond["condition"][rollout.group]) / 0.999
-    return tokens(first) if one.policy == "ltx" else first
-
-
-HUNYUAN = {
-    "prompt_embeds": "text",
-    "pooled_prompt_embeds": "pooled",
-    "prompt_attention_mask": "mask",
-}
-
-
-def call(pipe, policy, name, rollout, guidance, output):
-    """The pipeline's own samples from the same first latents, row by row: most take one image."""
-    one, (height, width) = ALL[name], policy.size
-    first = first_latents(policy, one, rollout)
-    found = []
-    for latents, prompt in zip(first.split(1), rollout.prompt_per_row()):
-        shown = {"image": prompt["image"]} if one.shown else {}
-        # the pipeline would read the empty prompt with other image tokens
-        if name == "hunyuan_i2v" and guidance > 1:
-            empty = rollout.cond["uncond"]
-            shown |= {f"negative_{key}": empty[ours] for key, ours in HUNYUAN.items()} | {
-                "negative_prompt": None
-            }
-        found.append(
-            pipe(
-                prompt=[prompt["text"]],
-                latents=latents,
-                height=height,
-                width=width,
-                num_inference_steps=policy.steps,
-                output_type=output,
-                **one.call,
-                **(one.guide(guidance) | shown),
-            )[0]
-        )
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-@pytest.mark.parametrize("name", ALL)
-def test_without_noise_we_are_the_diffusers_pipeline(name, guidance):
-    policy = make(name, fixed_batch_rows=None)
-    one = ALL[name]
-    with policy.evaluating(guidance), torch.no_grad():
-        rollout = policy.rollout(one.prompts, 1, Rng.of("same"))
-        ours = policy.decode(rollout)
-    pipe = pipeline(name, policy)
-    latents = call(pipe, policy, name, rollout, guidance, "latent")
-    videos = call(pipe, policy, name, rollout, guidance, "pt")
-    sample = tokens(rollout.sample) if one.policy == "ltx" else rollout.sample[:, :, one.drop :]
-    torch.testing.assert_close(sample, latents, atol=1e-4, rtol=0)
-    torch.testing.assert_close(ours, videos, atol=1e-4, rtol=0)
-    assert ours.shape == (2, one.own["frames"] - 4 * one.drop, 3, *one.own["size"])
-    if guidance == 1:
-        texts = [p | {"text": q["text"]} for p, q in zip(one.prompts, one.prompts[::-1])]
-        other = call(pipe, policy, name, rollout.replace(prompts=texts), guidance, "latent")
-        assert (other - latents).abs().max() > 1e-4  # the text has an effect
-    if guidance == 1 and one.shown:
-        images = [p | {"image": q["image"]} for p, q in zip(one.prompts, one.prompts[::-1])]
-        other = call(pipe, policy, name, rollout.replace(prompts=images), guidance, "latent")
-        assert (other - latents).abs().max() > 1e-4  # the image has an effect
-
-
-def trainer(name, **options):
-    found = trainer_of(make(name, **options))
-    found.prompts = CASES[name].prompts
-    return found
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"guidance_scale": 2.5, "lora": 2}], ids=["full", "guided lora"]
-)
-@pytest.mark.parametrize("name", CASES)
-def test_the_first_step_is_exactly_on_policy(name, options):
-    metrics = trainer(name, **options).iterate()
-    assert (
-        metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
-    )
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_exported_adapter_gives_the_plain_pipeline_our_videos(name, tmp_path):
-    training = trainer(name, lora=2, fixed_batch_rows=None)
-    one = CASES[name]
-    policy = training.policy
-    training.iterate(), training.iterate()
-    policy.export(tmp_path)
-    pipe = pipeline(name, policy)
-    with policy.evaluating(), torch.no_grad():
-        rollout = policy.rollout(one.prompts, 1, Rng.of("same"))
-        ours = policy.decode(rollout)
-    before = call(pipe, policy, name, rollout, 1.0, "pt")
-    if name == "wan_i2v-two":  # an adapter for each expert
-        pipe.load_lora_weights(tmp_path / "transformer")
-        pipe.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
-    else:
-        pipe.load_lora_weights(tmp_path)
-    after = call(pipe, policy, name, rollout, 1.0, "pt")
-    torch.testing.assert_close(ours, after, atol=1e-4, rtol=0)
-    assert (after - before).abs().max() > 1e-4  # the training is seen
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
-    def fresh():
-        return trainer(name, lora=2, guidance_scale=2.5, steps=2)
-
-    resumes(fresh, tmp_path)
+SHOWN = CASES["wan_i2v"].prompts
 
 
 @pytest.mark.parametrize("name", ["wan_i2v-tokens", "hunyuan_i2v"])
@@ -277,14 +79,6 @@ def test_a_prompt_without_one_image_is_named(prompt):
         r"animates one",
     ):
         make("wan_i2v").encode([SHOWN[0], PROMPTS[1] | prompt])
-
-
-@pytest.mark.parametrize("name", ["hunyuan_i2v"])
-def test_released_encoders_have_read_prompts_with_their_images(name):
-    policy = make(name, text_encoder_placement="release")
-    policy.prepare(SHOWN)
-    policy.texts.load = policy.pictures.load = None
-    assert policy.encode(SHOWN[1:])["condition"].shape[0] == 1
 
 
 def clip_of(place, seed):

@@ -41,7 +41,6 @@ KINDS = {
     "classes": (of(LlamaGen, "llamagen-classes"), CONDITIONAL),
     "annealed": (of(LlamaGen, "llamagen-classes"), {"anneal": Anneal(1.3, 0.5, 2.0)}),
     "var": (of(VAR, "var"), GUIDED),
-    "var, plain": (of(VAR, "var"), CONDITIONAL),
     "janus": (janus, GUIDED),
     "emu3": (of(Emu3, "emu3"), {"size": 16, "negative": "ugly", **GUIDED}),
     "glm_image": (of(GlmImage, "glm_image"), {"size": 64, "steps": 2}),
@@ -62,12 +61,12 @@ def slow(policy, rollout, rng, forced):
     return [torch.cat(parts, 1) for parts in zip(*columns, strict=True)]
 
 
-@pytest.mark.parametrize("size", [None, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_is_read_in_one_pass_and_drawn_on_from_what_is_kept(kind, size):
+def test_a_draft_is_read_in_one_pass_and_drawn_on_from_what_is_kept(kind):
     """Rows keep 0, 1, 2 ... tokens; tokens, log-probs and quantities are those of writing all of
     them again; no kept block makes a separate pass."""
     make, options = KINDS[kind]
+    size = None if kind == "llamagen" else 4
     policy = make(**options, **RECORDS)
     policy.pass_sizes.rows = size
     prompts = [prompt | {"label": n} for n, prompt in enumerate(toys.prompts(2))]

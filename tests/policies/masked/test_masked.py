@@ -98,9 +98,7 @@ def test_gumbel_ranks_follow_plackett_luce():
 # the pipeline
 
 
-@pytest.mark.parametrize(
-    ("guidance", "choice"), [(1.0, (2.0, 0.0)), (4.0, (2.0, 0.0)), (3.0, (0.5, 0.1))]
-)
+@pytest.mark.parametrize(("guidance", "choice"), [(1.0, (2.0, 0.0)), (3.0, (0.5, 0.1))])
 def test_maskgit_is_the_pipeline(guidance, choice, monkeypatch):
     """Tokens equal and pixels too, where both get the same uniform numbers."""
     from diffusers import AmusedPipeline
@@ -221,8 +219,9 @@ def test_asking_for_some_places_is_a_part_of_all(options):
     torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("order", [[0, 0, 1, 1], [1, 0, 0, 1], [2, 0, 3, 1], [0, 0, 0, 0]])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("order", "dtype"), [([0, 0, 1, 1], torch.float64), ([2, 0, 3, 1], torch.float32)]
+)
 @torch.no_grad()
 def test_the_quickened_network_is_that_of_diffusers(dtype, order):
     """All weights random, those too that begin at 0: all logits, and guided ones of some places by
@@ -394,10 +393,8 @@ EVERY = {"emerge": every_emerge, "maskgit": every_maskgit, "threshold": every_th
 CASES = [
     ("emerge", {}),
     ("emerge", {"guidance_scale": 2.5, "temperature": 0.7, "steps": 3}),
-    ("maskgit", {"choice": (1.5, 0.0)}),
     ("maskgit", {"guidance_scale": 2.5, "choice": (0.4, 0.0)}),
     ("maskgit", {"temperature": 0.5, "choice": (1.5, 0.0), "confidence": "untempered"}),
-    ("threshold", {"threshold": 0.5}),
     ("threshold", {"guidance_scale": 2.5, "threshold": 0.6}),
 ]
 

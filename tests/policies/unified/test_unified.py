@@ -176,8 +176,6 @@ def test_samples_come_at_the_rate_of_their_score(make):
 
 MIXED = [*TEXTS, ASKED, {"text": "and what is 3 and 4?", "task": "understand", "answer": "7"}]
 KINDS = [
-    {"guidance_scale": 1.0},
-    {"guidance_scale": 3.0, "plan": {"max_new_tokens": 6, "images": 2}},
     {"guidance_scale": 2.0, "plan": None},
     {"guidance_scale": 3.0, "plan": {"max_new_tokens": 6, "turn": "new", "images": 2}},
     {"guidance_scale": 2.0, "logprob_guidance": "conditional"},
@@ -344,8 +342,7 @@ def test_a_segment_counts_by_its_mean(make, share):
         assert float(found[row]) == pytest.approx(float(wanted))
 
 
-@pytest.mark.parametrize("weigh", ["token", "segment"])
-@pytest.mark.parametrize("turn", ["same", "new"])
+@pytest.mark.parametrize(("weigh", "turn"), [("token", "new"), ("segment", "same")])
 def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn):
     """Shared decisions scored once, with the mean advantage of their images, against every sample
     in full."""

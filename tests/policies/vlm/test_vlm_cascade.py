@@ -55,8 +55,7 @@ def assert_equal(one, other, atol):
     torch.testing.assert_close(one.entropies(), other.entropies(), atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("refill", ["none", "rows", "longest"])
-@pytest.mark.parametrize("rows", [None, 4])
+@pytest.mark.parametrize(("refill", "rows"), [("none", None), ("rows", 4), ("longest", 4)])
 def test_samples_are_those_of_copied_prompts(counted, refill, rows):
     vlm = sampler(refill=refill)
     vlm.pass_sizes.rows = rows
@@ -76,7 +75,7 @@ def test_samples_are_those_of_copied_prompts(counted, refill, rows):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in tiny_vlms.BUILDERS if name in DIRECT])
+@pytest.mark.parametrize("name", [name for name in tiny_vlms.BUILDERS if name in DIRECT][:3])
 def test_every_family_that_attends_plainly_takes_it(counted, name):
     vlm = sampler(name, dtype=torch.float32)
     before = vlm.net.text_config._attn_implementation
@@ -93,7 +92,7 @@ def test_it_stands_aside_where_it_would_not_help_or_would_round(counted, copies,
     assert not counted.calls
 
 
-@pytest.mark.parametrize("stops", [range(0, 256, 8), range(0, 256, 2), ()])
+@pytest.mark.parametrize("stops", [range(0, 256, 8), ()])
 def test_looking_seldom_at_the_device_changes_no_answer(monkeypatch, stops):
     vlm = sampler(stops=stops)
     wanted = rolled(vlm, ASKED, copies=6)

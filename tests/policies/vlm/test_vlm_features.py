@@ -18,7 +18,7 @@ from tests.policies.vlm.test_vlm_policy import (  # noqa: F401
 
 FROZEN = Parts("full", "frozen", "frozen")
 # every form of features there is
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_next", "gemma3")
+FAMILIES = ("qwen3_vl", "internvl", "llava_next", "gemma3")
 
 
 def anew(policy):

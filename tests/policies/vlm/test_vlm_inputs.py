@@ -66,24 +66,6 @@ def mixed(name: str) -> list[dict]:
     return questions
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_batch_of_unlike_prompts_gives_each_its_own_answer(name):
-    net = loaded(name)[0]
-    reader = inputs(name)
-    encoded = [reader.encode(prompt) for prompt in mixed(name)]
-    groups = reader.groups(encoded)
-    assert sorted(i for group in groups for i in group) == list(range(len(encoded)))
-    assert len(groups) == (3 if name == "mllama" else 1)
-    with torch.no_grad():
-        alone = [net(**tensors).logits[0, -1].log_softmax(-1) for tensors in encoded]
-        for group in groups:
-            together = (
-                net(**reader.collate([encoded[i] for i in group])).logits[:, -1].log_softmax(-1)
-            )
-            for row, i in zip(together, group):
-                assert (row - alone[i]).abs().max() < 2e-5
-
-
 def test_prompts_of_equally_many_images_make_a_batch_for_mllama():
     net = loaded("mllama")[0]
     reader = inputs("mllama")
@@ -102,8 +84,12 @@ def test_prompts_of_equally_many_images_make_a_batch_for_mllama():
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_encoding_is_the_processors_own(name):
+def test_the_encoding_is_the_processors_own():
+    for name in NAMES:
+        encoded_alike(name)
+
+
+def encoded_alike(name):
     reader = inputs(name)
     prompt = mixed(name)[0]
     encoded = reader.encode(prompt)
@@ -128,8 +114,12 @@ def test_the_encoding_is_the_processors_own(name):
         assert torch.equal(encoded[key], torch.as_tensor(expected[key])), key
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_stands_for_images_cannot_be_sampled_and_what_ends_can(name):
+def test_what_stands_for_images_cannot_be_sampled_and_what_ends_can():
+    for name in NAMES:
+        tokens_of(name)
+
+
+def tokens_of(name):
     reader = inputs(name)
     encoded = reader.encode(mixed(name)[0])
     size = reader.config.get_text_config().vocab_size  # of the head: ids beyond are never sampled
@@ -148,7 +138,7 @@ def test_what_stands_for_images_cannot_be_sampled_and_what_ends_can(name):
     assert not set(letters) & set(reader.suppressed)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 def test_type_ids_that_a_family_needs_are_never_missing_in_silence(name, monkeypatch):
     reader = inputs(name)
     needed = FAMILIES[name].needs[0]
@@ -351,30 +341,29 @@ def test_frames_are_a_video_at_the_rate_of_their_row(tmp_path):
         assert said.startswith("d.jsonl:3: cannot read the video: ") and "into the row: fps" in said
 
 
-@pytest.mark.parametrize(
-    "name, part",
-    [
-        ("model.visual.blocks.0.attn.qkv.weight", "vision"),
-        ("model.visual.merger.mlp.0.weight", "projector"),
-        ("model.visual.deepstack_merger_list.0.norm.weight", "projector"),
-        ("model.language_model.layers.0.mlp.up_proj.weight", "language"),
-        ("lm_head.weight", "language"),
-        ("model.vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight", "vision"),
-        ("model.multi_modal_projector.linear_1.weight", "projector"),
-        ("model.image_newline", "projector"),
-        ("model.connector.modality_projection.proj.weight", "projector"),
-        ("model.text_model.layers.0.self_attn.q_proj.weight", "language"),
-        ("model.vqmodel.encoder.conv_in.weight", "vision"),
-    ],
-)
-def test_parameters_have_their_part(name, part):
-    assert part_of(name) == part
+PART_OF = {
+    "model.visual.blocks.0.attn.qkv.weight": "vision",
+    "model.visual.merger.mlp.0.weight": "projector",
+    "model.visual.deepstack_merger_list.0.norm.weight": "projector",
+    "model.language_model.layers.0.mlp.up_proj.weight": "language",
+    "lm_head.weight": "language",
+    "model.vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight": "vision",
+    "model.multi_modal_projector.linear_1.weight": "projector",
+    "model.image_newline": "projector",
+    "model.connector.modality_projection.proj.weight": "projector",
+    "model.text_model.layers.0.self_attn.q_proj.weight": "language",
+    "model.vqmodel.encoder.conv_in.weight": "vision",
+}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_family_has_all_three_parts(name):
-    counts = {part_of(key) for key, _ in loaded(name)[0].named_parameters()}
-    assert counts == {"language", "projector", "vision"}
+def test_parameters_have_their_part():
+    assert {name: part_of(name) for name in PART_OF} == PART_OF
+
+
+def test_every_family_has_all_three_parts():
+    for name in NAMES:
+        parts = {part_of(key) for key, _ in loaded(name)[0].named_parameters()}
+        assert parts == {"language", "projector", "vision"}, name
 
 
 # --------------------------------------------------------------------------------------------------
@@ -388,7 +377,7 @@ def rows(sizes) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("limit", [3, 4, 9])
+@pytest.mark.parametrize("limit", [3, 9])
 def test_images_are_scaled_down_until_their_tokens_fit(limit):
     reader = inputs("qwen2_5_vl", Budgets(image_tokens=limit))
     for prompt in rows([(300, 80, 0), (56, 56, 0), (90, 200, 0)]):

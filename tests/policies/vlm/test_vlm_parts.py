@@ -28,8 +28,6 @@ from mmrl.train.trainer import Trainer
 from tests.fixtures import tiny_vlms
 from tests.policies.vlm.test_vlm_inputs import inputs, loaded
 
-NAMES = list(tiny_vlms.BUILDERS)
-
 
 def fresh(name: str) -> nn.Module:
     import transformers as hf
@@ -45,7 +43,7 @@ def trainable(net: nn.Module) -> set[str]:
     return {name for name, p in net.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "idefics3", "mllama"])
 def test_each_part_is_trained_as_it_was_told(name):
     net = fresh(name)
     base = answered(loaded(name)[0], name)

@@ -26,8 +26,8 @@ from samplers.warp import Warp
 from tests.fixtures import tiny_vlms
 
 COPIES = 3
-# three axes, deepstack, windows, tiles
-SHARED = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "idefics3")
+# three axes, windows; of all families this is tested in test_vlm_families.py
+SHARED = ("qwen2_5_vl", "gemma3")
 
 
 def prompts(family="qwen2_5_vl"):
@@ -158,7 +158,7 @@ def test_shared_prompts_give_the_log_probs_and_gradients_of_separate_passes(fami
     assert_near(gradient(policy, rollout), gradient(policy, rollout, share=False))
 
 
-@pytest.mark.parametrize("family", [*SHARED, "mllama"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "idefics3", "mllama"])
 def test_greedy_answers_are_those_of_generate(family):
     policy = policy_of(family)
     with policy.evaluating(), warnings.catch_warnings():
@@ -322,7 +322,7 @@ def test_a_text_among_images_is_itself(policy):
     torch.testing.assert_close(alone.logprob, rollout.logprob[mine], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 7])
+@pytest.mark.parametrize("width", [1, 4])
 def test_no_width_changes_a_sample(policy, width):
     whole = rolled(policy)
     policy.pass_sizes.rows = width
@@ -405,11 +405,8 @@ def test_a_stop_string_ends_an_answer():
         assert after == (before if at is None else before[: at + 1])
 
 
-@pytest.mark.parametrize(
-    "options", [{"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.3, "top_k": 20, "top_p": 0.9}]
-)
-def test_truncated_sampling_is_scored_as_it_sampled(options):
-    policy = policy_of(**options)
+def test_truncated_sampling_is_scored_as_it_sampled():
+    policy = policy_of(temperature=0.3, top_k=20, top_p=0.9)
     rollout = rolled(policy)
     scored = logprobs(policy, rollout)
     assert scored[rollout.mask].isfinite().all()
@@ -546,8 +543,7 @@ def test_the_first_ratio_is_one_and_training_changes_the_weights():
     assert sum(not torch.equal(before[n], after[n]) for n in before) > 0.9 * len(before)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(epochs):
+def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay():
     """At learning rate 0 no ratio has moved. Against the cached decoder's log-probs in half
     precision it would have: within some ten tokens one is rounded in another way."""
     found = {}
@@ -559,7 +555,7 @@ def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(epochs):
             "group_size": 6,
             "train_batch_size": 4,
             "micro_batch_size": 4,
-            "epochs": epochs,
+            "epochs": 2,
         }
         trainer = trainer_of(
             policy, objective=objective, lr=0.0, recompute_old_logprob=again, **sizes
@@ -613,9 +609,8 @@ def test_adapters_are_trained_and_exported(tmp_path):
     ).is_file()
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_an_exported_model_is_the_same(family, tmp_path):
-    policy = policy_of(family)
+def test_an_exported_model_is_the_same(tmp_path):
+    policy = policy_of("gemma3")
     with torch.no_grad():
         for p in policy.net.parameters():
             p.mul_(1.1)

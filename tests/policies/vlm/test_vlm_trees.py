@@ -41,7 +41,7 @@ TREES = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(TREES))
+@pytest.fixture(scope="module", params=["entropy", "marks", "three"])
 def grown(request):
     policy = policy_of(tree=TREES[request.param], max_new_tokens=9, temperature=0.9)
     return policy, rolled(policy, copies=2 * TREES[request.param].leaves)
@@ -133,7 +133,7 @@ def test_passes_of_few_rows_have_the_gradient_of_one(grown):
     assert_near(grads, gradient_of(policy, rollout, True))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "internvl"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
 def test_other_families_branch_too(family):
     policy = policy_of(family, tree=TREES["random"], max_new_tokens=7, temperature=0.9)
     rollout = rolled(policy, prompts(family), copies=5)
@@ -240,14 +240,13 @@ def letters(texts, prompts):
     return [sum("a" <= c <= "z" for c in text) / 8 for text in texts]
 
 
-@pytest.mark.parametrize("advantage", [Branch(among="siblings"), tree_grpo])
-def test_a_few_iterations_of_trees_raise_the_reward(advantage):
+def test_a_few_iterations_of_trees_raise_the_reward():
     given = [{"text": "what is this?", "images": [tiny_vlms.image(56, 56, i)]} for i in range(2)]
     trainer = Trainer(
         policy_of(tree=TextTree(every=2, rounds=2), max_new_tokens=8),
         given,
         Scorer({"letters": letters}),
-        advantage,
+        tree_grpo,
         PolicyGradient(),
         partial(adamw, lr=1e-2),
         TrainOptions(
