@@ -169,7 +169,7 @@ def page(report: dict[str, Any]) -> str:
     versions = about["versions"]
     gpus = ", ".join(about["gpus"]) or "no GPU"
     lines = [
-        "# One iteration: mmrl and a straightforward loop",
+        f"# One iteration of {report['path']}: mmrl and a straightforward loop",
         "",
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
         "",
@@ -214,8 +214,9 @@ def table(runs: dict[str, Any]) -> list[str]:
 def vlm_page(report: dict[str, Any]) -> str:
     """Return the results of ``bench_vlm`` as markdown."""
     about = report["machine"]
+    engine = " with vLLM" if any("vLLM" in name for name in report["curves"]) else ""
     lines = [
-        "# One GRPO iteration of a vision-language model: mmrl and TRL",
+        f"# One GRPO iteration of a vision-language model: mmrl and TRL{engine}",
         "",
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
         "",
