@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import InitVar
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,17 +133,19 @@ def _hides_base(entry: type) -> bool:
     return any(p.kind is p.POSITIONAL_OR_KEYWORD for p in _arguments_of(base))
 
 
-def _arguments_of(cls: type) -> list[inspect.Parameter]:
+@cache
+def _arguments_of(cls: type) -> tuple[inspect.Parameter, ...]:
     """Return the parameters of a class's own constructor, annotations resolved."""
-    return list(inspect.signature(vars(cls)["__init__"], eval_str=True).parameters.values())[1:]
+    return tuple(inspect.signature(vars(cls)["__init__"], eval_str=True).parameters.values())[1:]
 
 
-def _fields_of(cls: type) -> list[inspect.Parameter]:
+@cache
+def _fields_of(cls: type) -> tuple[inspect.Parameter, ...]:
     """Return the parameters of the fields. The annotation of an inherited field is resolved in the
     base's module."""
     written = inspect.signature(vars(cls)["__init__"]).parameters.values()
     parameters = parameters_of(cls) if is_kept(cls) else list(written)[1:]
-    return [p.replace(annotation=_resolved(cls, p)) for p in parameters]
+    return tuple(p.replace(annotation=_resolved(cls, p)) for p in parameters)
 
 
 def _resolved(cls: type, parameter: inspect.Parameter) -> Any:

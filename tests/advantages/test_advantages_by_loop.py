@@ -120,30 +120,34 @@ OF_GROUPS = (
 )
 
 
-@pytest.mark.parametrize("name", OF_GROUPS)
-def test_flat_groups_are_dropped_when_asked(name):
-    every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]
-    some = ADVANTAGES.build(name, zero_variance_groups="drop")(tensor(REWARD), rollout())[:, 0]
-    flat = torch.isin(torch.tensor(GROUP), torch.tensor(FLAT))
-    assert some[flat].isnan().all() and torch.equal(
-        some[~flat].nan_to_num(9.0), every[~flat].nan_to_num(9.0)
-    )
-    assert torch.equal(every.isnan(), tensor(REWARD).isnan())
+def test_flat_groups_are_dropped_when_asked(subtests):
+    for name in OF_GROUPS:
+        with subtests.test(name=name):
+            every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]
+            some = ADVANTAGES.build(name, zero_variance_groups="drop")(tensor(REWARD), rollout())[
+                :, 0
+            ]
+            flat = torch.isin(torch.tensor(GROUP), torch.tensor(FLAT))
+            assert some[flat].isnan().all() and torch.equal(
+                some[~flat].nan_to_num(9.0), every[~flat].nan_to_num(9.0)
+            )
+            assert torch.equal(every.isnan(), tensor(REWARD).isnan())
 
 
-@pytest.mark.parametrize(
-    "name", ["group", "flow_grpo", "dance_grpo", "gdpo", "dr_grpo", "rloo", "grpo"]
-)
-def test_the_best_and_the_worst_of_a_group(name):
+def test_the_best_and_the_worst_of_a_group(subtests):
     """Of the groups of more than two: the highest and the lowest; ties by the name of the row."""
-    every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]
-    some = ADVANTAGES.build(name, best_of=2)(tensor(REWARD), rollout())[:, 0]
-    trained_rows = set()
-    for g in range(6):
-        order = sorted((i for i in PRESENT if GROUP[i] == g), key=lambda i: (REWARD[i], NAME[i]))
-        trained_rows |= set(order if len(order) <= 2 else (order[0], order[-1]))
-    assert set(some.isfinite().nonzero()[:, 0].tolist()) == trained_rows
-    assert torch.equal(some[sorted(trained_rows)], every[sorted(trained_rows)])
+    for name in ["group", "flow_grpo", "dance_grpo", "gdpo", "dr_grpo", "rloo", "grpo"]:
+        with subtests.test(name=name):
+            every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]
+            some = ADVANTAGES.build(name, best_of=2)(tensor(REWARD), rollout())[:, 0]
+            trained_rows = set()
+            for g in range(6):
+                order = sorted(
+                    (i for i in PRESENT if GROUP[i] == g), key=lambda i: (REWARD[i], NAME[i])
+                )
+                trained_rows |= set(order if len(order) <= 2 else (order[0], order[-1]))
+            assert set(some.isfinite().nonzero()[:, 0].tolist()) == trained_rows
+            assert torch.equal(some[sorted(trained_rows)], every[sorted(trained_rows)])
 
 
 def test_several_rewards_are_normalised_apart_and_again():
@@ -296,6 +300,8 @@ def test_gpg_scales_by_the_share_that_teaches(count, scale):
         gpg(tensor(reward), rollout(), scale=1.0, count="groups")[:, 0].tolist(),
     )
     assert gpg(torch.zeros(3), rollout([0, 0, 1], [1, 1, 1]), count=count).abs().max() == 0
+    with pytest.raises(UserError, match="scale must be greater than 0"):
+        gpg(tensor(reward), rollout(), scale=0.0)
     single = gpg(tensor([0.0, 1.0]), rollout([0, 0], [1, 1]), count=count)
     same(single, [-0.5, 0.5] if count == "groups" else [-1.0, 1.0])
     for wrong in (0.0, -1.0):
@@ -403,6 +409,9 @@ def test_pairs_weigh_by_likeness_and_compare_tasks_apart():
         pairs(tensor(REWARD), batch.replace(prompts=negative), base=of),
         rows(lambda i: -0.5 * whitened(i, "global")),
     )
+    named = [{**prompt, "similarity": "high"} for prompt in prompts]
+    with pytest.raises(UserError, match="'similarity' of a prompt must be a number"):
+        pairs(tensor(REWARD), batch.replace(prompts=named))
     with pytest.raises(UserError, match="must not be negative"):
         pairs(
             tensor(REWARD), batch.replace(prompts=[negative[0], *prompts[1:]]), base=of, power=2.0
@@ -528,23 +537,27 @@ def test_process_rewards_alone_and_watched():
         process(Rewards({"steps": steps}), rollout([0, 0, 1], [2, 2, 1]))
 
 
-@pytest.mark.parametrize("name", OF_GROUPS)
-def test_rewards_of_steps_are_compared_step_by_step(name):
-    steps = [[math.cos(5 * i + 2 * t) for t in range(5)] for i in range(16)]
-    advantage = ADVANTAGES.build(name)
-    rewards = Rewards({"steps": tensor(steps), "end": tensor(REWARD)}, {"steps": 2.0})
-    computed = advantage(rewards, rollout())
-    for t in range(5):
-        column = Rewards({"steps": tensor(steps)[:, t], "end": tensor(REWARD)}, {"steps": 2.0})
-        assert torch.equal(
-            computed[:, t : t + 1].nan_to_num(9.0), advantage(column, rollout()).nan_to_num(9.0)
-        )
-    watched = advantage(Rewards(rewards, {"steps": 0.0}), rollout())
-    assert torch.equal(
-        watched.nan_to_num(9.0), advantage(tensor(REWARD), rollout()).nan_to_num(9.0)
-    )
-    with pytest.raises(UserError, match="gives 5 steps for samples of 4 decisions"):
-        advantage(rewards, rollout(length=[min(n, 4) for n in LENGTH]))
+def test_rewards_of_steps_are_compared_step_by_step(subtests):
+    for name in OF_GROUPS:
+        with subtests.test(name=name):
+            steps = [[math.cos(5 * i + 2 * t) for t in range(5)] for i in range(16)]
+            advantage = ADVANTAGES.build(name)
+            rewards = Rewards({"steps": tensor(steps), "end": tensor(REWARD)}, {"steps": 2.0})
+            computed = advantage(rewards, rollout())
+            for t in range(5):
+                column = Rewards(
+                    {"steps": tensor(steps)[:, t], "end": tensor(REWARD)}, {"steps": 2.0}
+                )
+                assert torch.equal(
+                    computed[:, t : t + 1].nan_to_num(9.0),
+                    advantage(column, rollout()).nan_to_num(9.0),
+                )
+            watched = advantage(Rewards(rewards, {"steps": 0.0}), rollout())
+            assert torch.equal(
+                watched.nan_to_num(9.0), advantage(tensor(REWARD), rollout()).nan_to_num(9.0)
+            )
+            with pytest.raises(UserError, match="gives 5 steps for samples of 4 decisions"):
+                advantage(rewards, rollout(length=[min(n, 4) for n in LENGTH]))
 
 
 def test_ddpo_compares_with_the_buffer_or_with_everything():

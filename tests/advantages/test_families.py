@@ -70,10 +70,20 @@ def rewards(rollout):
     return Rewards({"first": (row * 1.7).sin() * 3, "second": second}, {"second": 0.5})
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_every_advantage_works_for_every_family(name, kind, rollout):
-    if not ADVANTAGES[name].__module__.startswith(("mmrl.advantages", "mmrl.zoo.advantages")):
-        pytest.skip("of another test")
+SHIPPED = [
+    name
+    for name, entry in ADVANTAGES.items()
+    if entry.__module__.startswith(("mmrl.advantages", "mmrl.zoo.advantages"))
+]
+
+
+def test_every_advantage_works_for_every_family(kind, rollout, subtests):
+    for name in SHIPPED:
+        with subtests.test(name):
+            assert_works(name, kind, rollout)
+
+
+def assert_works(name, kind, rollout):
     advantage = ADVANTAGES.build(name, **CHOSEN.get(name, {}))
     needs_tokens = hasattr(ADVANTAGES[name], "requires")
     latents = kind in ("flow", "diffusion", "video", "tree")
@@ -90,30 +100,27 @@ def test_every_advantage_works_for_every_family(name, kind, rollout):
         assert decisions.shape == (12, expected)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_resumed_advantage_goes_on_where_it_was(name):
+def test_a_resumed_advantage_goes_on_where_it_was(subtests):
     """Alone, and under another one; what is saved goes through JSON."""
-    if name in (*NEEDS_TREE, "gtpo") or not ADVANTAGES[name].__module__.startswith(
-        "mmrl.advantages"
-    ):
-        pytest.skip("compares edges or tokens: see above")
-    with torch.no_grad():
-        policy = toys.make("causal", record_entropy=True)
-        rollout = policy.rollout(toys.prompts(3), 4, Rng.of("resumed"))
-    first = rewards(rollout)
-    later = Rewards({key: x.flip(0) for key, x in first.items()}, first.weights)
+    for name in [name for name in SHIPPED if name not in (*NEEDS_TREE, "gtpo")]:
+        with subtests.test(name=name):
+            with torch.no_grad():
+                policy = toys.make("causal", record_entropy=True)
+                rollout = policy.rollout(toys.prompts(3), 4, Rng.of("resumed"))
+            first = rewards(rollout)
+            later = Rewards({key: x.flip(0) for key, x in first.items()}, first.weights)
 
-    def build():
-        inner = ADVANTAGES.build(name, **CHOSEN.get(name, {}))
-        return ADVANTAGES.build("temporal", base=inner)
+            def build(name=name):
+                inner = ADVANTAGES.build(name, **CHOSEN.get(name, {}))
+                return ADVANTAGES.build("temporal", base=inner)
 
-    advantage = build()
-    advantage(first, rollout)
-    resumed = build()
-    restore(resumed, json.loads(json.dumps(capture(advantage))))
-    torch.testing.assert_close(
-        resumed(later, rollout), advantage(later, rollout), equal_nan=True, rtol=0, atol=0
-    )
+            advantage = build()
+            advantage(first, rollout)
+            resumed = build()
+            restore(resumed, json.loads(json.dumps(capture(advantage))))
+            torch.testing.assert_close(
+                resumed(later, rollout), advantage(later, rollout), equal_nan=True, rtol=0, atol=0
+            )
 
 
 @pytest.mark.parametrize("advantage", ["gtpo", "{temporal: {base: gtpo}}"])
@@ -157,8 +164,10 @@ NEW = "bnpo mapo noise_aware grpo_lead drpo asymre copo riskpo brpo pvpo aapo si
 NEW = [*NEW.split(), "unlikeliness", "filtered", "hapo", "recorded"]
 
 
-@pytest.mark.parametrize("family", ["flow", "masked", "causal"])
-@pytest.mark.parametrize("name", NEW)
+FAMILY_OF = {name: ("flow", "masked", "causal")[i % 3] for i, name in enumerate(NEW)}
+
+
+@pytest.mark.parametrize(("name", "family"), FAMILY_OF.items())
 def test_a_trainer_learns_with_it_and_resumes_to_the_bit(name, family, tmp_path):
     chosen = {"drpo": {}, "filtered": {"keep": [2, 1], "by": "surprisal"}}
     chosen = CHOSEN | chosen | {"unlikeliness": {"right": -9.0}}
@@ -177,18 +186,16 @@ def test_a_trainer_learns_with_it_and_resumes_to_the_bit(name, family, tmp_path)
     resumes(fresh, tmp_path)
 
 
-THRESHOLDS = {name: {"right": 0.4} for name in ("drpo", "grpo_lead", "unlikeliness", "noise_aware")}
-LEARNING = THRESHOLDS | {
+LEARNING = {
     "filtered": {"keep": 6, "by": "surprisal", "prefer": "lowest"},
     "gtpo": {"at_most": None},
-    "recorded": {"which": "surprisal", "weight": 0.1},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*NEW, "gtpo", "edge_grpo"])
+# with parts, with a memory of prompts, of rows it leaves out, of tokens
+@pytest.mark.parametrize("name", ["copo", "single_stream", "filtered", "gtpo"])
 def test_the_reward_rises_with_it(name):
-    """Tokens; the rewards are shares of 0..1, so right answers begin at 0.4."""
     advantage = ADVANTAGES.build(name, **LEARNING.get(name, {}))
     trainer = make_trainer("causal", advantage=advantage, lr=1e-2)
     trainer.policy.quantities = ("entropy",)
@@ -196,16 +203,17 @@ def test_the_reward_rises_with_it(name):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.08
 
 
-@pytest.mark.parametrize("name", ["mapo", "noise_aware", "grpo_lead", "drpo", "copo", "aapo"])
-@pytest.mark.parametrize("missing", [False, True])
-def test_the_advantage_underneath_may_tell_decisions_apart(name, missing):
-    with torch.no_grad():
-        rollout = toys.make("causal").rollout(toys.prompts(3), 4, Rng.of("nested"))
-    earned = rewards(rollout)
-    if missing:
-        earned["first"][5] = torch.nan
-    inner = ADVANTAGES.build("temporal")
-    values = ADVANTAGES.build(name, base=inner)(earned, rollout)
-    assert values.shape == rollout.mask.shape
-    assert values.isnan().any(1).nonzero()[:, 0].tolist() == ([5] if missing else [])
-    assert values.isnan().all(1).nonzero()[:, 0].tolist() == ([5] if missing else [])
+def test_the_advantage_underneath_may_tell_decisions_apart(subtests):
+    for name in ["mapo", "noise_aware", "grpo_lead", "drpo", "copo", "aapo"]:
+        for missing in [False, True]:
+            with subtests.test(name=name, missing=missing):
+                with torch.no_grad():
+                    rollout = toys.make("causal").rollout(toys.prompts(3), 4, Rng.of("nested"))
+                earned = rewards(rollout)
+                if missing:
+                    earned["first"][5] = torch.nan
+                inner = ADVANTAGES.build("temporal")
+                values = ADVANTAGES.build(name, base=inner)(earned, rollout)
+                assert values.shape == rollout.mask.shape
+                assert values.isnan().any(1).nonzero()[:, 0].tolist() == ([5] if missing else [])
+                assert values.isnan().all(1).nonzero()[:, 0].tolist() == ([5] if missing else [])

@@ -124,9 +124,8 @@ def test_files_and_sources_are_named_as_the_command_line_names_them(folder):
     assert mmrl.train(run.folder, {"train.iterations": 3}, resume=True, progress=False).finished
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
+def test_a_mistake_is_found_before_a_model_is_built(subtests):
+    for change, sentence in [
         ({"iterations": -1}, "iterations"),
         ({"objective": "flow_gro"}, "flow_gro|unknown objective"),
         ({"reward": "clip_scor"}, "did you mean 'clip_score'"),
@@ -136,12 +135,11 @@ def test_files_and_sources_are_named_as_the_command_line_names_them(folder):
         ({"policy": "digits/flow_grop"}, "no configuration"),
         ({"overrides": {"trian.x": 1}}, "trian"),
         ({"learning_rate": -1.0}, "lr|learning"),
-    ],
-)
-def test_a_mistake_is_found_before_a_model_is_built(change, sentence):
-    options = {"policy": POLICY, "prompts": TEXTS, "reward": redness} | change
-    with pytest.raises(mmrl.UserError, match=sentence):
-        mmrl.Trainer(**options)
+    ]:
+        with subtests.test(change=change, sentence=sentence):
+            options = {"policy": POLICY, "prompts": TEXTS, "reward": redness} | change
+            with pytest.raises(mmrl.UserError, match=sentence):
+                mmrl.Trainer(**options)
 
 
 def test_resume_needs_a_run():

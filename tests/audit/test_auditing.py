@@ -86,16 +86,19 @@ def check(reward: str, rows: str = "rows.jsonl") -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-@pytest.mark.parametrize("name", sorted(SMALLEST))
-def test_every_reward_of_ours_passes_on_good_data(name):
-    found = audit_one(
-        Subject(name, REWARDS.build(name, **SMALLEST[name][0]), prompts_of(name)), "text"
-    )
-    assert found.passed, [(line.probe, line.offences) for line in found.lines if line.offences]
-    probes = [line.probe for line in found.lines]
-    assert {"ground truth", "empty", "echo of the prompt", "all of them"} <= set(probes)
-    spatial = "ground truth in other coordinate spaces" in probes
-    assert spatial == getattr(REWARDS[name], "spatial", False)
+def test_every_reward_of_ours_passes_on_good_data(subtests):
+    for name in sorted(SMALLEST):
+        with subtests.test(name=name):
+            found = audit_one(
+                Subject(name, REWARDS.build(name, **SMALLEST[name][0]), prompts_of(name)), "text"
+            )
+            assert found.passed, [
+                (line.probe, line.offences) for line in found.lines if line.offences
+            ]
+            probes = [line.probe for line in found.lines]
+            assert {"ground truth", "empty", "echo of the prompt", "all of them"} <= set(probes)
+            spatial = "ground truth in other coordinate spaces" in probes
+            assert spatial == getattr(REWARDS[name], "spatial", False)
 
 
 VARIANTS = [
@@ -133,15 +136,18 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name, options", VARIANTS, ids=str)
-def test_other_options_pass_too(name, options):
-    prompts = (
-        prompts_of(name)[:1]
-        if (name, options) == ("temporal", {"form": "hull"})
-        else prompts_of(name)
-    )
-    found = audit_one(Subject(name, REWARDS.build(name, **options), prompts), "text")
-    assert found.passed, [(line.probe, line.offences) for line in found.lines if line.offences]
+def test_other_options_pass_too(subtests):
+    for name, options in VARIANTS:
+        with subtests.test(name=name, options=options):
+            prompts = (
+                prompts_of(name)[:1]
+                if (name, options) == ("temporal", {"form": "hull"})
+                else prompts_of(name)
+            )
+            found = audit_one(Subject(name, REWARDS.build(name, **options), prompts), "text")
+            assert found.passed, [
+                (line.probe, line.offences) for line in found.lines if line.offences
+            ]
 
 
 @pytest.mark.parametrize("name, option, value", PUBLISHED)

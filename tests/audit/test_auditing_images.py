@@ -73,9 +73,8 @@ def unsure(media, prompts):
     return torch.full((len(media),), torch.nan)
 
 
-@pytest.mark.parametrize(
-    ("reward", "failed"),
-    [
+def test_what_can_be_exploited_is_named(subtests):
+    for reward, failed in [
         (REWARDS["jpeg_incompressibility"], {"noise"}),
         (REWARDS["jpeg_compressibility"], {"blank"}),
         (brightness, {"noise", "blank"}),
@@ -83,14 +82,12 @@ def unsure(media, prompts):
         (relative, {"real picture, one by one"}),
         (beyond, {"all of them"}),
         (unsure, {"real picture", "noise", "blank", "JPEG, quality 90"}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_can_be_exploited_is_named(reward, failed):
-    report, names = broken(reward)
-    assert failed <= names and not report.passed
-    for line in report.lines:
-        assert all(offence.where for offence in line.offences)
+    ]:
+        with subtests.test(reward=reward, failed=failed):
+            report, names = broken(reward)
+            assert failed <= names and not report.passed
+            for line in report.lines:
+                assert all(offence.where for offence in line.offences)
 
 
 def test_rewards_of_videos_see_moving_clips_and_groups_are_refused():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from mmrl.apps.check_reward import Subject, sums, texts
 from mmrl.apps.check_reward.faults import contradiction, faults
 from rewards.answers.words import Answer, Choice
@@ -46,24 +44,23 @@ CARELESS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", CARELESS)
-def test_a_careless_reader_is_found_by_its_fault(fault):
-    change, rows = CARELESS[fault]
-    assert fault in broken(reading(change), rows)
+def test_a_careless_reader_is_found_by_its_fault(subtests):
+    for fault in CARELESS:
+        with subtests.test(fault=fault):
+            change, rows = CARELESS[fault]
+            assert fault in broken(reading(change), rows)
 
 
-@pytest.mark.parametrize(
-    ("reward", "rows"),
-    [
+def test_careful_readers_pass(subtests):
+    for reward, rows in [
         (Answer(), NUMBERS),
         (Answer(), LENGTHS),
         (Answer(), WORDS),
         (Choice(), CHOICES),
         (Transcription(), WORDS),
-    ],
-)
-def test_careful_readers_pass(reward, rows):
-    assert broken(reward, rows) == set()
+    ]:
+        with subtests.test(reward=reward, rows=rows):
+            assert broken(reward, rows) == set()
 
 
 def test_faults_differ_from_the_ground_truth_and_say_what_they_are():

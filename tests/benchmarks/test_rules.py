@@ -6,9 +6,8 @@ from mmrl.apps.benchmarks import rules
 from rewards.answers.reading.published import agreement
 
 
-@pytest.mark.parametrize(
-    ("answer", "right", "good"),
-    [
+def test_relaxed_accuracy(subtests):
+    for answer, right, good in [
         ("105", "100", True),  # 5 % off is still right
         ("105.1", "100", False),
         ("95", "100", True),
@@ -44,10 +43,9 @@ from rewards.answers.reading.published import agreement
         ("12.5 ", "12.5", True),
         ("12.5% ", "0.125", False),
         ("", "", True),
-    ],
-)
-def test_relaxed_accuracy(answer, right, good):
-    assert rules.relaxed(answer, right) is good
+    ]:
+        with subtests.test(answer=answer, right=right):
+            assert rules.relaxed(answer, right) is good
 
 
 def test_anls_takes_the_nearest_answer_and_a_threshold():
@@ -63,27 +61,26 @@ def test_anls_takes_the_nearest_answer_and_a_threshold():
 
 
 # as lmms-eval's anls says (main of September 2026)
-@pytest.mark.parametrize(
-    ("answer", "right", "score"),
-    [
+def test_anls_is_the_published_one(subtests):
+    for answer, right, score in [
         ("abx", "abcd", 0.5),
         ("", "", 1.0),
         ("12", "12.0", 0.5),
         ("aaaaaaaaa b", "aaaaaaaaa", 9 / 11),
         ("stra\u00dfe", "STRASSE", 5 / 7),
         ("\uff41", "a", 0.0),
-    ],
-)
-def test_anls_is_the_published_one(answer, right, score):
-    assert rules.anls(answer, [right]) == pytest.approx(score)
+    ]:
+        with subtests.test(answer=answer, right=right):
+            assert rules.anls(answer, [right]) == pytest.approx(score)
 
 
 # as in lmms-eval's textvqa_process_results: the number of annotators out of ten
-@pytest.mark.parametrize(
-    ("people", "score"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (10, 1)]
-)
-def test_people_agree_as_published(people, score):
-    assert agreement("cat", ["cat"] * people + ["dog"] * (10 - people)) == pytest.approx(score)
+def test_people_agree_as_published(subtests):
+    for people, score in [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (10, 1)]:
+        with subtests.test(people=people, score=score):
+            assert agreement("cat", ["cat"] * people + ["dog"] * (10 - people)) == pytest.approx(
+                score
+            )
 
 
 def test_the_final_answer_is_read():

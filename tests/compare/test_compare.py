@@ -66,19 +66,16 @@ def test_words_become_settings():
     assert grid[1].label == "sd3/flow_grpo + b=1 + d=y"
 
 
-@pytest.mark.parametrize(
-    ("words", "vary", "sweep", "message"),
-    [
+def test_wrong_words_are_one_sentence(subtests):
+    for words, vary, sweep, message in [
         (["a"], [], [], "nothing to compare with"),
         (["a", "a"], [], [], "'a' is named 2 times"),
         (["a", "b"], ["train.epochs=2"], [], "name one"),
         (["a"], ["epochs"], [], "expected key=value"),
         (["a"], [], ["train.epochs=2"], "expected key=v1,v2"),
-    ],
-)
-def test_wrong_words_are_one_sentence(words, vary, sweep, message):
-    with pytest.raises(UserError, match=message):
-        settings_of(words, vary, sweep)
+    ]:
+        with subtests.test(words=words, vary=vary), pytest.raises(UserError, match=message):
+            settings_of(words, vary, sweep)
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,8 @@ def box(**options: Any) -> Box:
 # Conversions
 
 
-@pytest.mark.parametrize(
-    "option, written, expected",
-    [
+def test_an_option_gets_the_type_of_its_annotation(subtests):
+    for option, written, expected in [
         ("size", 1e3, 1000),
         ("eta", 3, 3.0),
         ("name", "8", "8"),
@@ -131,16 +130,14 @@ def box(**options: Any) -> Box:
         ("where", "a/b.txt", Path("a/b.txt")),
         ("guess", 2.5, 2.5),
         ("guess", 2, 2),
-    ],
-)
-def test_an_option_gets_the_type_of_its_annotation(option, written, expected):
-    converted = vars(box(**{option: written}))[option]
-    assert converted == expected and type(converted) is type(expected)
+    ]:
+        with subtests.test(option=option, written=written):
+            converted = vars(box(**{option: written}))[option]
+            assert converted == expected and type(converted) is type(expected)
 
 
-@pytest.mark.parametrize(
-    "option, written, complaint",
-    [
+def test_a_wrong_option_names_its_place_and_what_was_expected(subtests):
+    for option, written, complaint in [
         ("size", "eight", "things.box.size: expected an integer, got 'eight'"),
         ("size", 4.5, "things.box.size: expected an integer, got 4.5"),
         ("size", True, "things.box.size: expected an integer, got true"),
@@ -207,10 +204,9 @@ def test_an_option_gets_the_type_of_its_annotation(option, written, expected):
             "things.box.siez: unknown option; did you mean 'size'? (box takes: size, eta, name",
         ),
         ("widht", 3, "did you mean 'width'?"),
-    ],
-)
-def test_a_wrong_option_names_its_place_and_what_was_expected(option, written, complaint):
-    assert complaint in message(box, **{option: written})
+    ]:
+        with subtests.test(option=option, written=written):
+            assert complaint in message(box, **{option: written})
 
 
 def test_all_problems_are_reported_together():
@@ -246,14 +242,21 @@ def test_names_of_modules_and_context():
     assert "t.box.net: unknown option" in complaint  # what code supplies is not the user's to set
 
 
-@pytest.mark.parametrize(
-    "spec",
-    ["nomodule:x", "json:nothing", "os:sep", ":", "no_module_a:", "..:x", "nofile.py:x", "gpro"],
-)
-def test_an_unknown_name_is_a_user_error(spec):
-    assert "thing" in message(build, spec, THING, "thing") or "nofile.py" in message(
-        build, spec, THING, "thing"
-    )
+def test_an_unknown_name_is_a_user_error(subtests):
+    for spec in [
+        "nomodule:x",
+        "json:nothing",
+        "os:sep",
+        ":",
+        "no_module_a:",
+        "..:x",
+        "nofile.py:x",
+        "gpro",
+    ]:
+        with subtests.test(spec=spec):
+            assert "thing" in message(build, spec, THING, "thing") or "nofile.py" in message(
+                build, spec, THING, "thing"
+            )
 
 
 def test_a_broken_module_is_a_user_error(tmp_path, monkeypatch):
@@ -395,9 +398,8 @@ def test_a_good_config_is_checked_and_built(folder):
     assert "objective" in config and "log" not in config
 
 
-@pytest.mark.parametrize(
-    "old, new, complaint",
-    [
+def test_a_mistake_in_the_file_is_said_with_its_line(folder, subtests):
+    for old, new, complaint in [
         (
             "clip: 1e-4",
             "clp: 1e-4",
@@ -492,11 +494,10 @@ def test_a_good_config_is_checked_and_built(folder):
         ("clip: 1e-4", "clip: &a [*a]", "x.yaml:7: an alias that contains itself"),
         ("clip: 1e-4", f"clip: {'[' * 3000}", "nested too deeply"),
         ("clip: 1e-4", "clip: \x07", "x.yaml:7: character '\\x07'"),
-    ],
-)
-def test_a_mistake_in_the_file_is_said_with_its_line(folder, old, new, complaint):
-    assert old in GOOD
-    assert complaint in problems_of(folder, GOOD.replace(old, new, 1))
+    ]:
+        with subtests.test(old=old, new=new):
+            assert old in GOOD
+            assert complaint in problems_of(folder, GOOD.replace(old, new, 1))
 
 
 def test_a_file_that_is_nowhere_is_said_with_both_places(folder, monkeypatch):
@@ -566,9 +567,8 @@ def test_a_file_beside_the_configuration_is_found_from_anywhere(folder, monkeypa
 # YAML
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
+def test_scalars_are_what_they_look_like(subtests):
+    for text, value in [
         ("1e-4", 1e-4),
         ("1E5", 1e5),
         ("1.", 1.0),
@@ -596,21 +596,30 @@ def test_a_file_beside_the_configuration_is_found_from_anywhere(folder, monkeypa
         ("0", 0),
         ("-0.0", -0.0),
         ("world:digits/sd3", "world:digits/sd3"),
-    ],
-)
-def test_scalars_are_what_they_look_like(text, value):
-    scalar, _ = read(text if text != "-" else "null", "text")
-    assert scalar == value and type(scalar) is type(value)
-    again, _ = read(write({"a": scalar}), "text")
-    assert again == {"a": scalar}
+    ]:
+        with subtests.test(text=text, value=value):
+            scalar, _ = read(text if text != "-" else "null", "text")
+            assert scalar == value and type(scalar) is type(value)
+            again, _ = read(write({"a": scalar}), "text")
+            assert again == {"a": scalar}
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["1e-4", "no", "true", "null", "", "12", "\u00e9\n\u2028\t'\"", "2024-01-01", "1e", "- a", "#"],
-)
-def test_text_stays_text_when_written_and_read(text):
-    assert read(write({"a": text, text: [text]}), "text")[0] == {"a": text, text: [text]}
+def test_text_stays_text_when_written_and_read(subtests):
+    for text in [
+        "1e-4",
+        "no",
+        "true",
+        "null",
+        "",
+        "12",
+        "\u00e9\n\u2028\t'\"",
+        "2024-01-01",
+        "1e",
+        "- a",
+        "#",
+    ]:
+        with subtests.test(text=text):
+            assert read(write({"a": text, text: [text]}), "text")[0] == {"a": text, text: [text]}
 
 
 def test_dump_loads_back_to_the_same(folder):
@@ -627,9 +636,8 @@ def test_dump_loads_back_to_the_same(folder):
 # Overrides
 
 
-@pytest.mark.parametrize(
-    "override, section, expected",
-    [
+def test_overrides(folder, subtests):
+    for override, section, expected in [
         (
             "train.iterations=5",
             "train",
@@ -662,13 +670,12 @@ def test_dump_loads_back_to_the_same(folder):
         ("evaluate.prompts=3", "evaluate", {"prompts": 3}),
         ("run=a=b", "run", "a=b"),
         ("plugins=[a]", "plugins", ["a"]),
-    ],
-)
-def test_overrides(folder, override, section, expected):
-    text = GOOD + "advantage: flow_grpo\n"
-    before = load(write_config(folder, text))
-    config = load(write_config(folder, text), [override])
-    assert config.plain == {**before.plain, section: expected}
+    ]:
+        with subtests.test(override=override, section=section):
+            text = GOOD + "advantage: flow_grpo\n"
+            before = load(write_config(folder, text))
+            config = load(write_config(folder, text), [override])
+            assert config.plain == {**before.plain, section: expected}
 
 
 def test_later_overrides_win_and_build_on_earlier_ones(folder):
@@ -677,9 +684,8 @@ def test_later_overrides_win_and_build_on_earlier_ones(folder):
     assert config.where("objective.toy.kl") == "command line: objective.kl=2"
 
 
-@pytest.mark.parametrize(
-    "override, complaint",
-    [
+def test_a_wrong_override_is_quoted(folder, subtests):
+    for override, complaint in [
         (
             "train.iteratons=3",
             "command line: train.iteratons=3: train.iteratons: unknown option; did you "
@@ -733,10 +739,9 @@ def test_later_overrides_win_and_build_on_earlier_ones(folder):
         ("train=3", "command line: train=3: train: expected options"),
         ("train.=3", "command line: train.=3: train.: unknown option"),
         ("policy=null", "the section 'policy' is missing"),
-    ],
-)
-def test_a_wrong_override_is_quoted(folder, override, complaint):
-    assert complaint in problems_of(folder, GOOD, override)
+    ]:
+        with subtests.test(override=override, complaint=complaint):
+            assert complaint in problems_of(folder, GOOD, override)
 
 
 # Arithmetic
@@ -763,9 +768,8 @@ def test_the_plan_of_an_iteration():
     assert "group_size" in arithmetic(train(group_size=1, train_batch_size=12)).warnings[0]
 
 
-@pytest.mark.parametrize(
-    "changes, processes, complaint",
-    [
+def test_impossible_arithmetic_names_the_key_and_what_would_work(subtests):
+    for changes, processes, complaint in [
         (
             {"prompts_per_iteration": 7},
             3,
@@ -792,10 +796,9 @@ def test_the_plan_of_an_iteration():
             1,
             "train.prompts_per_iteration is 0: at least 1\ntrain.group_size is -1: at least 1",
         ),
-    ],
-)
-def test_impossible_arithmetic_names_the_key_and_what_would_work(changes, processes, complaint):
-    assert complaint in message(arithmetic, train(**changes), processes)
+    ]:
+        with subtests.test(changes=changes, processes=processes):
+            assert complaint in message(arithmetic, train(**changes), processes)
 
 
 def test_config_remembers_nothing_it_was_not_given():

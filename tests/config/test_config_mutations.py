@@ -207,26 +207,28 @@ def real():
     registry.load_built_in()
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_config_of_the_repository_is_right(path, real):
-    config = load(path)
-    check(config)
-    assert config.section("train", TrainOptions).iterations > 0
-    written = read(path.read_text(), "x")[0]
-    count = len(places(written))
-    leaves = sum(not isinstance(parent(config.plain, p)[p[-1]], dict) for p in places(config.plain))
-    stages = len(written.get("stages") or ()) or 1
-    assert leaves <= 32 and count <= 32 + 16 * stages  # the changes of each stage are few
+def test_every_config_of_the_repository_is_right(real, subtests):
+    for path in CONFIGS:
+        with subtests.test(f"{path.parent.name}/{path.stem}"):
+            config = load(path)
+            check(config)
+            assert config.section("train", TrainOptions).iterations > 0
+            written = read(path.read_text(), "x")[0]
+            count = len(places(written))
+            plain = config.plain
+            leaves = sum(not isinstance(parent(plain, p)[p[-1]], dict) for p in places(plain))
+            stages = len(written.get("stages") or ()) or 1
+            assert leaves <= 32 and count <= 32 + 16 * stages  # the changes of each stage are few
 
 
-def test_200_mutated_configs_give_a_config_or_a_user_error(real, tmp_path):
+def test_100_mutated_configs_give_a_config_or_a_user_error(real, tmp_path):
     chance = random.Random(0)
     wrong = 0
     right = 0
     good = [(path.parent, read(path.read_text(), "x")[0]) for path in CONFIGS]
     # or most would be refused for their missing prompts
     shutil.copytree(CONFIGS[0].parents[1], tmp_path / "configs")
-    for i in range(200):
+    for i in range(100):
         folder, plain = good[i % len(good)]
         plain = mutate(plain, chance)
         path = tmp_path / "configs" / folder.name / "mutated.yaml"
@@ -238,7 +240,7 @@ def test_200_mutated_configs_give_a_config_or_a_user_error(real, tmp_path):
             right += 1
             assert load(_again(path.parent, dump(config))).plain["train"] == config.plain["train"]
     # the mutations are neither harmless nor all fatal
-    assert wrong > 100 and right > 5, (wrong, right)
+    assert wrong > 50 and right > 2, (wrong, right)
 
 
 def _again(folder: Path, text: str) -> Path:
@@ -253,7 +255,7 @@ def test_mutated_configs_are_built_or_refused():
     good = [plain for plain in plains if "sd3" in plain["policy"]]  # what the fake registry knows
     rewards = Registry("reward", {"digits": flow_sde, "clip_score": window, "digits_judge": Fake})
     built = 0
-    for i in range(400):
+    for i in range(150):
         plain = mutate(good[i % len(good)], chance)
         built += outcome(build, plain.get("policy"), FAKE, "policy") is not None
         outcome(build_rewards, plain.get("reward"), rewards)
@@ -261,12 +263,12 @@ def test_mutated_configs_are_built_or_refused():
         options = outcome(build_dataclass, TrainOptions, plain.get("train"), "train")
         if options is not None:
             outcome(arithmetic, options, chance.choice([1, 2, 3, 8]))
-    assert built > 50
+    assert built > 18
 
 
 def test_mutated_text_is_read_or_refused(tmp_path, real):
     chance = random.Random(2)
-    for i in range(150):
+    for i in range(60):
         text = list(CONFIGS[i % len(CONFIGS)].read_text())
         for _ in range(chance.randint(1, 4)):
             at = chance.randrange(len(text))
@@ -279,15 +281,20 @@ def test_mutated_text_is_read_or_refused(tmp_path, real):
             outcome(check, config)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\xff\xfe\x00", b"\x00" * 10, b"policy: \xc3", b"--- a\n--- b\n", b"&a *a", b"? {"],
-)
-def test_odd_bytes_are_refused(tmp_path, content):
+def test_odd_bytes_are_refused(tmp_path):
     path = tmp_path / "odd.yaml"
-    path.write_bytes(content)
-    with pytest.raises(UserError):
-        load(path)
+    for content in (
+        b"",
+        b"\xff\xfe\x00",
+        b"\0" * 10,
+        b"a: \xc3",
+        b"--- a\n--- b\n",
+        b"&a *a",
+        b"? {",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError):
+            load(path)
 
 
 PLAIN = st.recursive(
@@ -298,7 +305,7 @@ PLAIN = st.recursive(
     ),
     max_leaves=8,
 )
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUICK

@@ -175,9 +175,10 @@ def test_every_option_is_in_the_table():
     assert known().keys() == {*SITUATIONS, "dry run", "resume"}
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_an_option_is_refused_where_it_was(situation):
-    assert list(refused(situation)) == known()[situation]
+def test_an_option_is_refused_where_it_was(subtests):
+    for situation in SITUATIONS:
+        with subtests.test(situation):
+            assert list(refused(situation)) == known()[situation]
 
 
 def test_a_dry_run_leaves_out_what_it_did():

@@ -47,13 +47,14 @@ class Needing(PolicyGradient):
     needed: float
 
 
-@pytest.mark.parametrize("cls", [Plain, Decorated, Further])
-@pytest.mark.parametrize("build", [lambda cls, **chosen: cls(**chosen), lambda c, **o: make(c, o)])
-def test_a_field_is_an_option_and_the_base_is_set_up(cls, build):
-    mine = build(cls, extra=2.0, clip_range=0.1)
-    assert mine.extra == 2.0 and mine.clip_range == 0.1
-    assert mine.sft is None and mine.snapshots == (), "the base's constructor has run"
-    assert build(cls).extra == 1.0
+def test_a_field_is_an_option_and_the_base_is_set_up(subtests):
+    for cls in [Plain, Decorated, Further]:
+        for build in [lambda cls, **chosen: cls(**chosen), lambda c, **o: make(c, o)]:
+            with subtests.test(cls=cls, build=build):
+                mine = build(cls, extra=2.0, clip_range=0.1)
+                assert mine.extra == 2.0 and mine.clip_range == 0.1
+                assert mine.sft is None and mine.snapshots == (), "the base's constructor has run"
+                assert build(cls).extra == 1.0
 
 
 def test_what_is_worked_out_is_so_once_and_for_every_object_anew():

@@ -103,26 +103,29 @@ def test_an_impossible_token_is_never_drawn_at_the_ends_of_the_interval():
         assert int(dist.sample(torch.full((1, 1), u, dtype=torch.float64))) in (1, 2)
 
 
-@pytest.mark.parametrize("vocab", [7, BLOCK, 5 * BLOCK, 5 * BLOCK + 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_draws_invert_the_cumulative_distribution_and_report_their_log_probs(vocab, dtype):
-    rng = Rng.of("drawn")
-    logits = 3 * rng.normal(torch.arange(6), (vocab,), dtype=dtype)
-    # whole ranges of a truncated vocabulary are impossible, also at its ends
-    logits[:, ::3] = -math.inf
-    logits[:, vocab // 2 :] = -math.inf
-    uniform = rng.uniform(torch.arange(6), (400,), 1)
-    uniform[:, 0], uniform[:, 1] = 2.0**-33, 1 - 2.0**-33
-    token, logprob = drawn(logits, uniform)
-    p = logits.double().softmax(-1)
-    torch.testing.assert_close(logprob, p.log().gather(-1, token).to(dtype), rtol=1e-5, atol=1e-5)
-    above = p.cumsum(-1).gather(-1, token)
-    slack = 1e-12 if dtype == torch.float64 else 1e-6
-    assert (above > uniform - slack).all() and (
-        above - p.gather(-1, token) <= uniform + slack
-    ).all()
-    if dtype == torch.float64:
-        assert torch.equal(token, (p.cumsum(-1)[:, None] <= uniform[..., None]).sum(-1))
+def test_draws_invert_the_cumulative_distribution_and_report_their_log_probs(subtests):
+    for vocab in [7, BLOCK, 5 * BLOCK, 5 * BLOCK + 1]:
+        for dtype in [torch.float32, torch.float64]:
+            with subtests.test(vocab=vocab, dtype=dtype):
+                rng = Rng.of("drawn")
+                logits = 3 * rng.normal(torch.arange(6), (vocab,), dtype=dtype)
+                # whole ranges of a truncated vocabulary are impossible, also at its ends
+                logits[:, ::3] = -math.inf
+                logits[:, vocab // 2 :] = -math.inf
+                uniform = rng.uniform(torch.arange(6), (400,), 1)
+                uniform[:, 0], uniform[:, 1] = 2.0**-33, 1 - 2.0**-33
+                token, logprob = drawn(logits, uniform)
+                p = logits.double().softmax(-1)
+                torch.testing.assert_close(
+                    logprob, p.log().gather(-1, token).to(dtype), rtol=1e-5, atol=1e-5
+                )
+                above = p.cumsum(-1).gather(-1, token)
+                slack = 1e-12 if dtype == torch.float64 else 1e-6
+                assert (above > uniform - slack).all() and (
+                    above - p.gather(-1, token) <= uniform + slack
+                ).all()
+                if dtype == torch.float64:
+                    assert torch.equal(token, (p.cumsum(-1)[:, None] <= uniform[..., None]).sum(-1))
 
 
 def test_samples_are_the_mean_and_scaled_noise():

@@ -8,7 +8,6 @@ import json
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 
 from mmrl import advantages
@@ -79,14 +78,15 @@ def arithmetic() -> str:
     return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_trajectories_are_those_written_down(family):
+def test_trajectories_are_those_written_down(subtests):
     """Elsewhere float32 inside (rewards, log-probs of tokens, norms) rounds in another way."""
-    golden = json.loads(FILE.read_text())
-    atol = 1e-12 if golden["arithmetic"] == arithmetic() else 1e-5
-    recorded = torch.tensor(golden[family], dtype=torch.float64)
-    trained = torch.tensor(trajectory(family), dtype=torch.float64)
-    torch.testing.assert_close(trained, recorded, rtol=0, atol=atol)
+    for family in FAMILIES:
+        with subtests.test(family=family):
+            golden = json.loads(FILE.read_text())
+            atol = 1e-12 if golden["arithmetic"] == arithmetic() else 1e-5
+            recorded = torch.tensor(golden[family], dtype=torch.float64)
+            trained = torch.tensor(trajectory(family), dtype=torch.float64)
+            torch.testing.assert_close(trained, recorded, rtol=0, atol=atol)
 
 
 def write() -> None:

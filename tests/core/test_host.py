@@ -12,14 +12,21 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4)])
-def test_selected_is_indexing_with_its_gradient(mask, shape):
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    weight = torch.arange(1.0, 1 + selected(values, mask).numel()).view_as(selected(values, mask))
-    (expected,) = torch.autograd.grad((values[mask] * weight).sum(), values)
-    (known,) = torch.autograd.grad((selected(values, mask) * weight).sum(), values)
-    assert torch.equal(selected(values, mask), values[mask]) and torch.equal(known, expected)
+def test_selected_is_indexing_with_its_gradient(subtests):
+    for mask in MASKS.values():
+        for shape in [(2, 3), (2, 3, 4)]:
+            with subtests.test(mask=mask, shape=shape):
+                values = torch.randn(
+                    shape, generator=torch.Generator().manual_seed(0)
+                ).requires_grad_()
+                weight = torch.arange(1.0, 1 + selected(values, mask).numel()).view_as(
+                    selected(values, mask)
+                )
+                (expected,) = torch.autograd.grad((values[mask] * weight).sum(), values)
+                (known,) = torch.autograd.grad((selected(values, mask) * weight).sum(), values)
+                assert torch.equal(selected(values, mask), values[mask]) and torch.equal(
+                    known, expected
+                )
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

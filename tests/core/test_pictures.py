@@ -69,15 +69,16 @@ def test_transparency_is_laid_on_white():
     assert pixel(encoded(palette, transparency=0)) == (255, 255, 255)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-@pytest.mark.parametrize("bits", [10, 12, 16])
-def test_more_than_eight_bits_are_scaled_by_their_range(kind, bits):
-    values = np.linspace(0, 2**bits - 1, 64 * 64).reshape(64, 64).astype(np.uint16)
-    content = encoded(Image.fromarray(values), kind)
-    shown = np.asarray(rgb_picture(content))[..., 0].astype(float)
-    assert np.abs(shown - values.astype(float) * 255 / (2**bits - 1)).max() <= 1
-    assert (shown == 255).mean() < 0.01, "they are not white"
-    assert note_of(opened(content)) == "more than 8 bits a value, scaled by their range"
+def test_more_than_eight_bits_are_scaled_by_their_range(subtests):
+    for kind in ["PNG", "TIFF"]:
+        for bits in [10, 12, 16]:
+            with subtests.test(kind=kind, bits=bits):
+                values = np.linspace(0, 2**bits - 1, 64 * 64).reshape(64, 64).astype(np.uint16)
+                content = encoded(Image.fromarray(values), kind)
+                shown = np.asarray(rgb_picture(content))[..., 0].astype(float)
+                assert np.abs(shown - values.astype(float) * 255 / (2**bits - 1)).max() <= 1
+                assert (shown == 255).mean() < 0.01, "they are not white"
+                assert note_of(opened(content)) == "more than 8 bits a value, scaled by their range"
 
 
 def test_ranges_of_numbers():

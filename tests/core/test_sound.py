@@ -30,9 +30,8 @@ def joined(x):
     return torch.cat([x[:1], x[1:]])
 
 
-@pytest.mark.parametrize(
-    ("change", "rows"),
-    [
+def test_rows_keep_their_own_sound(subtests):
+    for change, rows in [
         (lambda x: x[ROWS], ROWS),
         (lambda x: x[1:], slice(1, None)),
         (lambda x: x[[1]], [1]),
@@ -42,19 +41,19 @@ def joined(x):
         (lambda x: x.detach().cpu().clone(), slice(None)),
         (lambda x: x.to(torch.float64).float().clamp(0, 1), slice(None)),
         (lambda x: pickle.loads(pickle.dumps(x)), slice(None)),
-    ],
-)
-def test_rows_keep_their_own_sound(change, rows):
-    media = videos()
-    result = change(media)
-    assert isinstance(result, SoundVideos) and result.sampling_rate == 16000
-    assert torch.equal(result.sound, media.sound[rows])
-    assert torch.equal(result.as_subclass(torch.Tensor), media.as_subclass(torch.Tensor)[rows])
+    ]:
+        with subtests.test(change=change, rows=rows):
+            media = videos()
+            result = change(media)
+            assert isinstance(result, SoundVideos) and result.sampling_rate == 16000
+            assert torch.equal(result.sound, media.sound[rows])
+            assert torch.equal(
+                result.as_subclass(torch.Tensor), media.as_subclass(torch.Tensor)[rows]
+            )
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_is_no_video_of_them_has_no_sound(subtests):
+    for change in [
         lambda x: x * 2,
         lambda x: x[:, 0],
         lambda x: x[0][0],
@@ -62,13 +61,12 @@ def test_rows_keep_their_own_sound(change, rows):
         lambda x: torch.cat([x, x], 1),
         lambda x: torch.cat([x, torch.zeros(1, 2, 3, 4, 4)]),
         lambda x: torch.cat([x, with_sound(x, x.sound, 8000)]),
-    ],
-)
-def test_what_is_no_video_of_them_has_no_sound(change):
-    result = change(videos())
-    assert type(result) is torch.Tensor
-    with pytest.raises(UserError, match="reward 'clap' wants videos with their sound"):
-        sound_of(result, "clap")
+    ]:
+        with subtests.test(change=change):
+            result = change(videos())
+            assert type(result) is torch.Tensor
+            with pytest.raises(UserError, match="reward 'clap' wants videos with their sound"):
+                sound_of(result, "clap")
 
 
 def test_the_sound_keeps_its_gradient():

@@ -38,20 +38,21 @@ def by_loop(table):
     )
 
 
-@pytest.mark.parametrize("trial", range(6))
-def test_the_variance_is_that_of_a_loop(trial):
-    rng = np.random.default_rng(trial)
-    seeds, prompts = rng.integers(2, 6), rng.integers(2, 9)
-    table = rng.normal(size=(seeds, prompts)) + rng.normal(size=(seeds, 1)) * (trial % 3)
-    table += rng.normal(size=prompts) * (trial % 2)
-    estimates = by_loop(table.tolist())
-    assert np.allclose(spread(table), estimates, rtol=1e-9, atol=0)
-    halves = [stats.t.ppf(0.975, f) * v**0.5 for v, f in estimates]
-    result = interval(table)
-    assert result.high - result.mean == pytest.approx(max(halves), rel=1e-9)
-    mean = abs(table.mean())
-    p_values = [2 * stats.t.sf(mean / v**0.5, f) for v, f in estimates]
-    assert result.p == pytest.approx(max(p_values), rel=1e-9)
+def test_the_variance_is_that_of_a_loop(subtests):
+    for trial in range(6):
+        with subtests.test(trial=trial):
+            rng = np.random.default_rng(trial)
+            seeds, prompts = rng.integers(2, 6), rng.integers(2, 9)
+            table = rng.normal(size=(seeds, prompts)) + rng.normal(size=(seeds, 1)) * (trial % 3)
+            table += rng.normal(size=prompts) * (trial % 2)
+            estimates = by_loop(table.tolist())
+            assert np.allclose(spread(table), estimates, rtol=1e-9, atol=0)
+            halves = [stats.t.ppf(0.975, f) * v**0.5 for v, f in estimates]
+            result = interval(table)
+            assert result.high - result.mean == pytest.approx(max(halves), rel=1e-9)
+            mean = abs(table.mean())
+            p_values = [2 * stats.t.sf(mean / v**0.5, f) for v, f in estimates]
+            assert result.p == pytest.approx(max(p_values), rel=1e-9)
 
 
 def test_one_seed_is_the_t_interval_over_prompts():
@@ -124,18 +125,19 @@ def test_the_interval_of_a_mean_covers_it_with_few_prompts(prompts):
     assert np.mean([each.low <= 0.5 <= each.high for each in found]) > 0.93
 
 
-@pytest.mark.parametrize("prompts", [5, 10, 20, 30])
-@pytest.mark.parametrize("copies", [1, 4])
-def test_a_small_gain_of_a_reward_of_0_and_1_is_covered(prompts, copies):
+def test_a_small_gain_of_a_reward_of_0_and_1_is_covered(subtests):
     """+0.05, of which few prompts often show nothing."""
-    rng = np.random.default_rng(prompts)
-    covered = 0
-    for _ in range(300):
-        base = rng.random((prompts, copies)) < 0.5
-        better = base | (rng.random((prompts, copies)) < 0.1)
-        found = paired(base.mean(1)[None], better.mean(1)[None], binary=True)
-        covered += found.low <= 0.05 <= found.high
-    assert covered / 300 > 0.93
+    for prompts in [5, 10, 20, 30]:
+        for copies in [1, 4]:
+            with subtests.test(prompts=prompts, copies=copies):
+                rng = np.random.default_rng(prompts)
+                covered = 0
+                for _ in range(300):
+                    base = rng.random((prompts, copies)) < 0.5
+                    better = base | (rng.random((prompts, copies)) < 0.1)
+                    found = paired(base.mean(1)[None], better.mean(1)[None], binary=True)
+                    covered += found.low <= 0.05 <= found.high
+                assert covered / 300 > 0.93
 
 
 @pytest.mark.parametrize("kind", ["normal", "binary", "opposite", "shifted"])
@@ -159,17 +161,18 @@ def test_means_whose_intervals_are_apart_never_go_with_a_difference_that_is_not_
     assert apart > 10
 
 
-@pytest.mark.parametrize("seeds", [2, 3])
-@pytest.mark.parametrize(("seed_std", "prompt_std"), [(0.0, 1.0), (1.0, 0.3), (0.5, 1.0)])
-def test_the_interval_covers_the_truth_as_often_as_it_says(seed_std, prompt_std, seeds):
+def test_the_interval_covers_the_truth_as_often_as_it_says(subtests):
     """Over prompts alone it would cover in half the cases where seeds differ."""
-    rng = np.random.default_rng(3)
-    covered = 0
-    for _ in range(400):
-        table = rng.normal(size=(seeds, 20)) + seed_std * rng.normal(size=(seeds, 1))
-        result = interval(table + prompt_std * rng.normal(size=20))
-        covered += result.low <= 0 <= result.high
-    assert covered / 400 > 0.935
+    for seeds in [2, 3]:
+        for seed_std, prompt_std in [(0.0, 1.0), (1.0, 0.3), (0.5, 1.0)]:
+            with subtests.test(seeds=seeds, seed_std=seed_std, prompt_std=prompt_std):
+                rng = np.random.default_rng(3)
+                covered = 0
+                for _ in range(400):
+                    table = rng.normal(size=(seeds, 20)) + seed_std * rng.normal(size=(seeds, 1))
+                    result = interval(table + prompt_std * rng.normal(size=20))
+                    covered += result.low <= 0 <= result.high
+                assert covered / 400 > 0.935
 
 
 def test_holm_is_the_step_down_rule():

@@ -1,27 +1,27 @@
 """Thoughts of every family are parted from what follows them."""
 
-import pytest
-
 from mmrl.core.thoughts import THOUGHTS, opened_by, outside
 
 
-@pytest.mark.parametrize(("begin", "end"), THOUGHTS)
-def test_every_family_parts_thought_and_answer(begin, end):
-    for text, pieces, ended in (
-        (f"{begin}a{end}b", ["", "b"], True),
-        (f"x{begin}a{end}b{begin}c{end}", ["x", "b", ""], True),
-        (f"{begin}a", [""], False),
-        (f"{begin}a <answer>b</answer>", [""], False),
-        (f"{begin.upper()}a{end.upper()}b", ["", "b"], True),
-    ):
-        assert outside(text) == (pieces, ended)
-    assert opened_by(f"user: x assistant: {begin}\n") == f"{begin}\n"
-    assert opened_by(f"assistant: {begin}\n{end}\n") == ""
+def test_every_family_parts_thought_and_answer(subtests):
+    for begin, end in THOUGHTS:
+        with subtests.test(begin=begin, end=end):
+            for text, pieces, ended in (
+                (f"{begin}a{end}b", ["", "b"], True),
+                (f"x{begin}a{end}b{begin}c{end}", ["x", "b", ""], True),
+                (f"{begin}a", [""], False),
+                (f"{begin}a <answer>b</answer>", [""], False),
+                (f"{begin.upper()}a{end.upper()}b", ["", "b"], True),
+            ):
+                assert outside(text) == (pieces, ended)
+            assert opened_by(f"user: x assistant: {begin}\n") == f"{begin}\n"
+            assert opened_by(f"assistant: {begin}\n{end}\n") == ""
 
 
-@pytest.mark.parametrize(("begin", "end"), [pair for pair in THOUGHTS if pair[1] != "<|end|>"])
-def test_a_thought_that_the_template_opened_ends_with_its_closing_mark(begin, end):
-    assert outside(f"a{end}b") == (["b"], True)
+def test_a_thought_that_the_template_opened_ends_with_its_closing_mark(subtests):
+    for begin, end in [pair for pair in THOUGHTS if pair[1] != "<|end|>"]:
+        with subtests.test(begin=begin, end=end):
+            assert outside(f"a{end}b") == (["b"], True)
 
 
 def test_a_mark_of_another_family_closes_nothing():

@@ -41,21 +41,24 @@ def rows_in(space):
     return rows
 
 
-@pytest.mark.parametrize("said", ["original", "rel1", "rel1000"])
-@pytest.mark.parametrize("actual", ["original", "rel1", "rel1000", "xywh"])
-def test_the_space_of_a_data_set_is_told_by_its_boxes(said, actual):
-    verdict = judge(rows_in(actual), said)
-    name = verdict.likely.partition(":")[0]
-    if said == actual:
-        assert not verdict.likely and not verdict.rows and not verdict.doubt
-    elif (said, actual) == ("rel1000", "original"):
-        assert not name, "pixels below 1000 are possible numbers of 0 to 1000"
-    elif actual == "xywh":
-        assert name in {"original": {"xywh"}, "rel1000": {"xywh"}, "rel1": {"original", "rel1000"}}[
-            said
-        ] | {""}
-    else:
-        assert name == actual
+def test_the_space_of_a_data_set_is_told_by_its_boxes(subtests):
+    for said in ["original", "rel1", "rel1000"]:
+        for actual in ["original", "rel1", "rel1000", "xywh"]:
+            with subtests.test(said=said, actual=actual):
+                verdict = judge(rows_in(actual), said)
+                name = verdict.likely.partition(":")[0]
+                if said == actual:
+                    assert not verdict.likely and not verdict.rows and not verdict.doubt
+                elif (said, actual) == ("rel1000", "original"):
+                    assert not name, "pixels below 1000 are possible numbers of 0 to 1000"
+                elif actual == "xywh":
+                    assert name in {
+                        "original": {"xywh"},
+                        "rel1000": {"xywh"},
+                        "rel1": {"original", "rel1000"},
+                    }[said] | {""}
+                else:
+                    assert name == actual
 
 
 def test_one_box_far_outside_is_that_rows_mistake():
@@ -77,18 +80,16 @@ def test_boxes_that_end_at_1000_in_large_pictures_are_doubted():
     assert not judge(rows[:5], "original").doubt
 
 
-@pytest.mark.parametrize(
-    "text, boxes",
-    [
+def test_boxes_that_stand_in_a_text_are_read(subtests):
+    for text, boxes in [
         ("<answer>[1, 2, 3, 4]</answer>", [[1, 2, 3, 4]]),
         ("[[1, 2, 3, 4], [5, 6, 7, 8]]", [[1, 2, 3, 4], [5, 6, 7, 8]]),
         ('```json\n[{"bbox_2d": [1, 2, 3, 4], "label": "x"}]\n```', [[1, 2, 3, 4]]),
         ("<answer>[{'Position': [1, 2, 3, 4], 'Confidence': 1}]</answer>", [[1, 2, 3, 4]]),
         ({"bbox": [1, 2, 3, 4]}, [[1, 2, 3, 4]]),
-    ],
-)
-def test_boxes_that_stand_in_a_text_are_read(text, boxes):
-    assert written(text) == boxes
+    ]:
+        with subtests.test(text=text, boxes=boxes):
+            assert written(text) == boxes
 
 
 def test_texts_that_hold_no_boxes_say_so():

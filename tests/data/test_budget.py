@@ -137,23 +137,26 @@ def test_moments_of_a_record_are_those_of_its_rewards():
     assert record(0.5, 0.5).advantage == 0 and statistics[9] == PromptRecord()
 
 
-@pytest.mark.parametrize("family", toys.POLICIES)
-def test_a_policy_answers_every_prompt_as_often_as_it_is_told(family):
+def test_a_policy_answers_every_prompt_as_often_as_it_is_told(subtests):
     """Rows have the names that follow; equal numbers draw what one number draws, and the rows of a
     later process are those of the whole."""
-    policy = toys.make(family, double=True)
-    sizes = [1, 4, 2]
-    with torch.no_grad():
-        whole = policy.rollout(toys.prompts(3), sizes, Rng.of("uneven"))
-        later = policy.rollout(toys.prompts(3)[2:], sizes[2:], Rng.of("uneven").after(sizes, 2))
-        even = policy.rollout(toys.prompts(3), [2, 2, 2], Rng.of("uneven"))
-        same = policy.rollout(toys.prompts(3), 2, Rng.of("uneven"))
-    assert whole.group.tolist() == [0, 1, 1, 1, 1, 2, 2]
-    assert whole.row_id.tolist() == list(range(7))
-    assert torch.equal(even.sample, same.sample) and torch.equal(even.row_id, same.row_id)
-    torch.testing.assert_close(whole.sample[5:], later.sample, atol=1e-10, rtol=0)
-    assert later.row_id.tolist() == [5, 6]
-    assert per_prompt(3, 2) == [3, 3] and per_prompt([1, 2], 2) == [1, 2]
+    for family in toys.POLICIES:
+        with subtests.test(family=family):
+            policy = toys.make(family, double=True)
+            sizes = [1, 4, 2]
+            with torch.no_grad():
+                whole = policy.rollout(toys.prompts(3), sizes, Rng.of("uneven"))
+                later = policy.rollout(
+                    toys.prompts(3)[2:], sizes[2:], Rng.of("uneven").after(sizes, 2)
+                )
+                even = policy.rollout(toys.prompts(3), [2, 2, 2], Rng.of("uneven"))
+                same = policy.rollout(toys.prompts(3), 2, Rng.of("uneven"))
+            assert whole.group.tolist() == [0, 1, 1, 1, 1, 2, 2]
+            assert whole.row_id.tolist() == list(range(7))
+            assert torch.equal(even.sample, same.sample) and torch.equal(even.row_id, same.row_id)
+            torch.testing.assert_close(whole.sample[5:], later.sample, atol=1e-10, rtol=0)
+            assert later.row_id.tolist() == [5, 6]
+            assert per_prompt(3, 2) == [3, 3] and per_prompt([1, 2], 2) == [1, 2]
 
 
 class Uneven(DATA["knapsack"]):
@@ -163,24 +166,25 @@ class Uneven(DATA["knapsack"]):
         return [(2, 4, 2, 8)[i % 4] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("family", toys.POLICIES)
-def test_micro_batches_change_nothing_with_groups_of_different_sizes(family):
-    runs = []
-    for micro in (3, 16):
-        trainer = make_trainer(
-            family,
-            kl=0.1,
-            group_size=4,
-            train_batch_size=16,
-            micro_batch_size=micro,
-            policy=toys.make(family, double=True),
-        )
-        trainer.prompts = Uneven(Plain(16), least=2, most=8).train
-        metrics = [trainer.iterate() for _ in range(3)][-1]
-        assert metrics["decisions"] > 0 and metrics["samples/total"] == 32
-        runs.append(trainer.policy.weights.full())
-    for name in runs[0]:
-        torch.testing.assert_close(runs[0][name], runs[1][name], atol=1e-9, rtol=0)
+def test_micro_batches_change_nothing_with_groups_of_different_sizes(subtests):
+    for family in toys.POLICIES:
+        with subtests.test(family=family):
+            runs = []
+            for micro in (3, 16):
+                trainer = make_trainer(
+                    family,
+                    kl=0.1,
+                    group_size=4,
+                    train_batch_size=16,
+                    micro_batch_size=micro,
+                    policy=toys.make(family, double=True),
+                )
+                trainer.prompts = Uneven(Plain(16), least=2, most=8).train
+                metrics = [trainer.iterate() for _ in range(3)][-1]
+                assert metrics["decisions"] > 0 and metrics["samples/total"] == 32
+                runs.append(trainer.policy.weights.full())
+            for name in runs[0]:
+                torch.testing.assert_close(runs[0][name], runs[1][name], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["flow", "causal"])

@@ -108,12 +108,13 @@ def test_the_split_keeps_equal_texts_together_and_never_moves_one():
     assert [p["n"] for p in train] == sorted(p["n"] for p in train)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.99])
-@pytest.mark.parametrize("count", [1, 2, 3, 10])
-def test_tiny_files_leave_no_side_empty(share, count):
-    train, held = split([{"text": str(i)} for i in range(count)], share)
-    assert len(train) + len(held) == count and train
-    assert bool(held) == (share > 0 and count > 1)
+def test_tiny_files_leave_no_side_empty(subtests):
+    for share in [0.0, 0.05, 0.5, 0.99]:
+        for count in [1, 2, 3, 10]:
+            with subtests.test(share=share, count=count):
+                train, held = split([{"text": str(i)} for i in range(count)], share)
+                assert len(train) + len(held) == count and train
+                assert bool(held) == (share > 0 and count > 1)
 
 
 def test_every_epoch_is_a_permutation_of_its_own():

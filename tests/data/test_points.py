@@ -39,19 +39,22 @@ def points_in(space):
     return rows
 
 
-@pytest.mark.parametrize("said", ["original", "rel1", "rel1000"])
-@pytest.mark.parametrize("actual", ["original", "rel1", "rel1000", "yx"])
-def test_the_space_of_a_data_set_is_told_by_its_points(said, actual):
-    verdict = judge(points_in(actual), said)
-    name = verdict.likely.partition(":")[0]
-    if said == actual:
-        assert not verdict.likely and not verdict.rows and not verdict.doubt
-    elif said == "rel1000" and actual in ("original", "yx"):
-        assert not name, "pixels below 1000 are possible numbers of 0 to 1000"
-    elif actual == "yx":
-        assert name == ("yx" if said == "original" else "rel1000"), "y first is seen in pixels"
-    else:
-        assert name == actual
+def test_the_space_of_a_data_set_is_told_by_its_points(subtests):
+    for said in ["original", "rel1", "rel1000"]:
+        for actual in ["original", "rel1", "rel1000", "yx"]:
+            with subtests.test(said=said, actual=actual):
+                verdict = judge(points_in(actual), said)
+                name = verdict.likely.partition(":")[0]
+                if said == actual:
+                    assert not verdict.likely and not verdict.rows and not verdict.doubt
+                elif said == "rel1000" and actual in ("original", "yx"):
+                    assert not name, "pixels below 1000 are possible numbers of 0 to 1000"
+                elif actual == "yx":
+                    assert name == ("yx" if said == "original" else "rel1000"), (
+                        "y first is seen in pixels"
+                    )
+                else:
+                    assert name == actual
 
 
 def test_one_point_far_outside_is_that_rows_mistake():
@@ -75,9 +78,8 @@ def test_points_that_end_at_1000_on_long_screens_are_doubted():
     assert not judge(rows, "rel1000").doubt and not judge(rows[-5:], "original").doubt
 
 
-@pytest.mark.parametrize(
-    "values, points",
-    [
+def test_points_are_read_as_answers_write_them(subtests):
+    for values, points in [
         ({"point": [3, 4]}, [[3, 4]]),
         ({"point": "<answer>(3, 4)</answer>"}, [[3, 4]]),
         ({"point": {"x": 3, "y": 4}}, [[3, 4]]),
@@ -89,27 +91,24 @@ def test_points_that_end_at_1000_on_long_screens_are_doubted():
         ({"points": ["first argue", "then conclude"]}, []),
         ({"point": "the tip of the nose"}, []),
         ({}, []),
-    ],
-)
-def test_points_are_read_as_answers_write_them(values, points):
-    assert listed(read(values)) == points
+    ]:
+        with subtests.test(values=values, points=points):
+            assert listed(read(values)) == points
 
 
-@pytest.mark.parametrize(
-    "value, words",
-    [
+def test_coordinates_that_are_no_points_say_so(subtests):
+    for value, words in [
         ([1, 2, 3, 4], "four numbers are a box, which belongs under boxes"),
         ([1], "is not two numbers"),
         ([1, "2"], "is not two numbers"),
         ({"left": 3}, "is not two numbers"),
         ([1e12, 3], "is not two numbers"),
-    ],
-)
-def test_coordinates_that_are_no_points_say_so(value, words):
-    with pytest.raises(ValueError, match=words):
-        read({"point": value})
-    with pytest.raises(ValueError, match="is not two numbers"):
-        read({"points": [[1, 2], value]})
+    ]:
+        with subtests.test(value=value, words=words):
+            with pytest.raises(ValueError, match=words):
+                read({"point": value})
+            with pytest.raises(ValueError, match="is not two numbers"):
+                read({"points": [[1, 2], value]})
 
 
 @pytest.fixture

@@ -33,9 +33,8 @@ PICK = {"caption": "p", "jpg_0": "a", "jpg_1": "b", "has_label": True}
 RAPIDATA = {"prompt": "p", "image1": "a", "image2": "b"}
 
 
-@pytest.mark.parametrize(
-    ("row", "expected", "undecided"),
-    [
+def test_rows_of_published_data_are_pairs(subtests):
+    for row, expected, undecided in [
         (PICK | {"label_0": 1.0, "label_1": 0.0}, ONE, 0),
         (PICK | {"label_0": 0.0, "label_1": 1.0}, TWO, 0),
         (PICK | {"label_0": 0.5, "label_1": 0.5}, [], 1),
@@ -63,11 +62,10 @@ RAPIDATA = {"prompt": "p", "image1": "a", "image2": "b"}
             ONE,
             0,
         ),
-    ],
-)
-def test_rows_of_published_data_are_pairs(row, expected, undecided):
-    left_out = Counter()
-    assert sides(pairs_in(row, left_out)) == expected and left_out.total() == undecided
+    ]:
+        with subtests.test(row=row, expected=expected):
+            left_out = Counter()
+            assert sides(pairs_in(row, left_out)) == expected and left_out.total() == undecided
 
 
 @pytest.mark.parametrize(

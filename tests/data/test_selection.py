@@ -86,37 +86,40 @@ def signals(drawn):
     return 1 - sum(flat) / len(flat)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_more_groups_have_a_signal_than_of_prompts_drawn_alike(name):
-    plain = Bernoulli(RATES)
-    plain.train = [{**prompt, "entry": i} for i, prompt in enumerate(plain.train)]
-    alike = 0
-    for iteration in range(60, 100):
-        alike += sum(
-            not o.flat for o in answered(batch(plain.train, 8, iteration, SEED), iteration)
-        )
-    data = SOURCES[name]().train
-    simulate(data, 60)
-    later = signals(simulate(data, 40, start=60))
-    assert later > 1.25 * alike / 320, (later, alike / 320)
+def test_more_groups_have_a_signal_than_of_prompts_drawn_alike(subtests):
+    for name in SOURCES:
+        with subtests.test(name=name):
+            plain = Bernoulli(RATES)
+            plain.train = [{**prompt, "entry": i} for i, prompt in enumerate(plain.train)]
+            alike = 0
+            for iteration in range(60, 100):
+                alike += sum(
+                    not o.flat for o in answered(batch(plain.train, 8, iteration, SEED), iteration)
+                )
+            data = SOURCES[name]().train
+            simulate(data, 60)
+            later = signals(simulate(data, 40, start=60))
+            assert later > 1.25 * alike / 320, (later, alike / 320)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_resumed_run_draws_the_same(name):
-    data = SOURCES[name]().train
-    simulate(data, 9)
-    again = SOURCES[name]().train
-    again.load_state_dict(json.loads(json.dumps(data.state_dict())))
-    first = [[p["entry"] for p in prompts] for prompts, _ in simulate(data, 6, start=9)]
-    second = [[p["entry"] for p in prompts] for prompts, _ in simulate(again, 6, start=9)]
-    assert first == second and len({tuple(entries) for entries in first}) > 1
+def test_a_resumed_run_draws_the_same(subtests):
+    for name in SOURCES:
+        with subtests.test(name=name):
+            data = SOURCES[name]().train
+            simulate(data, 9)
+            again = SOURCES[name]().train
+            again.load_state_dict(json.loads(json.dumps(data.state_dict())))
+            first = [[p["entry"] for p in prompts] for prompts, _ in simulate(data, 6, start=9)]
+            second = [[p["entry"] for p in prompts] for prompts, _ in simulate(again, 6, start=9)]
+            assert first == second and len({tuple(entries) for entries in first}) > 1
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_subset_is_drawn_from_alone_and_small_data_repeats(name):
-    data = SOURCES[name]().train
-    part = data.restricted(data.prompts[10:13])
-    assert {p["entry"] for p in batch(part, 8, 0, SEED)} <= {10, 11, 12}
+def test_a_subset_is_drawn_from_alone_and_small_data_repeats(subtests):
+    for name in SOURCES:
+        with subtests.test(name=name):
+            data = SOURCES[name]().train
+            part = data.restricted(data.prompts[10:13])
+            assert {p["entry"] for p in batch(part, 8, 0, SEED)} <= {10, 11, 12}
 
 
 def test_weights_of_answers_fade_at_visits_and_between_them():

@@ -121,9 +121,8 @@ def test_samples_may_become_alike_near_the_bound_of_the_reward(level, raised):
     assert kinds == ["diversity"] * raised
 
 
-@pytest.mark.parametrize(
-    ("name", "start", "end", "kind"),
-    [
+def test_samples_that_collapse_raise_an_alarm(subtests):
+    for name, start, end, kind in [
         ("diversity", 0.2, 0.05, "diversity"),
         ("clipped", 0.1, 0.5, "clipped"),
         ("contrast", 0.2, 0.05, "contrast"),
@@ -134,18 +133,17 @@ def test_samples_may_become_alike_near_the_bound_of_the_reward(level, raised):
         ("edges", 0.1, 0.3, "edges"),
         ("colour", 0.3, 0.1, "colour"),
         ("colour", 0.3, 0.7, "colour"),
-    ],
-)
-def test_samples_that_collapse_raise_an_alarm(name, start, end, kind):
-    alarms = Alarms(AlarmOptions())
-    raised = []
-    for i in range(60):
-        value = start if i < 30 else end
-        raised += [
-            (i, alarm.kind)
-            for alarm in alarms.judge(i, {"reward/mean": 0.5, f"samples/{name}": value})
-        ]
-    assert [alarm for _, alarm in raised] == [kind] and 30 <= raised[0][0] <= 40
+    ]:
+        with subtests.test(name=name, start=start):
+            alarms = Alarms(AlarmOptions())
+            raised = []
+            for i in range(60):
+                value = start if i < 30 else end
+                raised += [
+                    (i, alarm.kind)
+                    for alarm in alarms.judge(i, {"reward/mean": 0.5, f"samples/{name}": value})
+                ]
+            assert [alarm for _, alarm in raised] == [kind] and 30 <= raised[0][0] <= 40
 
 
 # --------------------------------------------------------------------------------------------------

@@ -41,9 +41,8 @@ def raised(lines, **options):
     return alarms
 
 
-@pytest.mark.parametrize(
-    ("line", "why", "cause"),
-    [
+def test_two_iterations_raise_one_alarm_with_the_likely_cause(subtests):
+    for line, why, cause in [
         (FLAT | {"grad_norm": 0.0}, "rewarded with 0 and the gradient is 0", "taste does not"),
         (FLAT | {"grad_norm": 0.0, "answer/cut": 0.9}, "gradient is 0", "90% .* max_new_tokens"),
         (FLAT, "every sample is rewarded with 0", "a larger train.group_size"),  # KL moves it
@@ -56,20 +55,22 @@ def raised(lines, **options):
             "no optimizer step",
             "masked",
         ),
-    ],
-)
-def test_two_iterations_raise_one_alarm_with_the_likely_cause(line, why, cause):
-    import re
+    ]:
+        with subtests.test(line=line, why=why):
+            import re
 
-    alarms = raised([GOOD, line, line, line])
-    (alarm,) = alarms.news
-    assert alarm.kind == STUCK and re.search(f"last 2 iterations: .*{why}", alarm.message)
-    assert re.search(cause, alarm.message) and not alarms.ended
-    assert alarm.numbers["iterations"] == 2
-    assert raised([line, GOOD, line]).news == [] and raised([line] * 3, enabled=False).news == []
-    assert raised([line] * 3, patience=4).news == []
-    assert "nothing to learn from" in raised([line, line], stop=True).ended
-    assert len(raised([line] * 90).news) == 3  # once in a window of 40 iterations
+            alarms = raised([GOOD, line, line, line])
+            (alarm,) = alarms.news
+            assert alarm.kind == STUCK and re.search(f"last 2 iterations: .*{why}", alarm.message)
+            assert re.search(cause, alarm.message) and not alarms.ended
+            assert alarm.numbers["iterations"] == 2
+            assert (
+                raised([line, GOOD, line]).news == []
+                and raised([line] * 3, enabled=False).news == []
+            )
+            assert raised([line] * 3, patience=4).news == []
+            assert "nothing to learn from" in raised([line, line], stop=True).ended
+            assert len(raised([line] * 90).news) == 3  # once in a window of 40 iterations
 
 
 def test_a_resume_counts_on_from_what_was_logged():

@@ -53,34 +53,40 @@ def by_loop(divergence, p, q, order=2.0):
 CASES = [("reverse", 2.0), ("forward", 2.0), ("chi2", 2.0), ("renyi", 0.5), ("renyi", 3.0)]
 
 
-@pytest.mark.parametrize(("divergence", "order"), CASES)
-def test_divergences_of_tokens_are_sums_over_the_vocabulary(divergence, order):
-    kl = KL(weight=1.0, divergence=divergence, order=order, form="exact")
-    value = kl.of(Categorical(LOGITS), Categorical(REF), None, None)
-    for i in range(2):
-        p, q = (x[0, i].softmax(0).tolist() for x in (LOGITS, REF))
-        assert float(value[0, i]) == pytest.approx(by_loop(divergence, p, q, order), rel=1e-9)
-    where = torch.tensor([[True, False, True]])
-    hidden = [Hidden(x[0], where) for x in (LOGITS, REF)]
-    spread = kl.of(*hidden, None, None)
-    assert spread[0, 1] == 0
-    torch.testing.assert_close(spread[where], value[0])
+def test_divergences_of_tokens_are_sums_over_the_vocabulary(subtests):
+    for divergence, order in CASES:
+        with subtests.test(divergence=divergence, order=order):
+            kl = KL(weight=1.0, divergence=divergence, order=order, form="exact")
+            value = kl.of(Categorical(LOGITS), Categorical(REF), None, None)
+            for i in range(2):
+                p, q = (x[0, i].softmax(0).tolist() for x in (LOGITS, REF))
+                assert float(value[0, i]) == pytest.approx(
+                    by_loop(divergence, p, q, order), rel=1e-9
+                )
+            where = torch.tensor([[True, False, True]])
+            hidden = [Hidden(x[0], where) for x in (LOGITS, REF)]
+            spread = kl.of(*hidden, None, None)
+            assert spread[0, 1] == 0
+            torch.testing.assert_close(spread[where], value[0])
 
 
-@pytest.mark.parametrize(("divergence", "order"), CASES)
-def test_tokens_impossible_in_both_add_nothing(divergence, order):
-    never = torch.full((1, 2, 1), -torch.inf).double()
-    kl = KL(weight=1.0, divergence=divergence, order=order, form="exact")
-    logits = LOGITS.clone().requires_grad_()
-    wide = kl.of(
-        Categorical(torch.cat([logits, never], -1)),
-        Categorical(torch.cat([REF, never], -1)),
-        None,
-        None,
-    )
-    torch.testing.assert_close(wide, kl.of(Categorical(LOGITS), Categorical(REF), None, None))
-    (slope,) = torch.autograd.grad(wide.sum(), logits)
-    assert slope.isfinite().all()
+def test_tokens_impossible_in_both_add_nothing(subtests):
+    for divergence, order in CASES:
+        with subtests.test(divergence=divergence, order=order):
+            never = torch.full((1, 2, 1), -torch.inf).double()
+            kl = KL(weight=1.0, divergence=divergence, order=order, form="exact")
+            logits = LOGITS.clone().requires_grad_()
+            wide = kl.of(
+                Categorical(torch.cat([logits, never], -1)),
+                Categorical(torch.cat([REF, never], -1)),
+                None,
+                None,
+            )
+            torch.testing.assert_close(
+                wide, kl.of(Categorical(LOGITS), Categorical(REF), None, None)
+            )
+            (slope,) = torch.autograd.grad(wide.sum(), logits)
+            assert slope.isfinite().all()
 
 
 V = 7
@@ -189,65 +195,67 @@ def with_kl():
                 yield name, kind
 
 
-@pytest.mark.parametrize(("name", "kind"), list(with_kl()))
-def test_the_kl_to_itself_is_0_and_so_is_its_gradient(name, kind):
+def test_the_kl_to_itself_is_0_and_so_is_its_gradient(subtests):
     """Whatever ratio an objective uses instead of the policy's own."""
-    tokens = kind in ("causal", "masked", "hidden")
-    policy = (toys.POLICIES | {"hidden": ToyHidden})[kind]()
-    policy.net.double()
-    for snapshot in ("ref", "old"):
-        policy.weights.keep(snapshot)
-    with torch.no_grad():
-        rollout = policy.rollout(toys.prompts(2), 4, Rng.of("itself"))
-    rollout = rollout.replace(advantage=torch.zeros(8, 1, dtype=torch.float64))
-    for form in KL_FORMS:
-        if form == "flow_grpo" and tokens:
-            continue
-        for corrected in (False, True):
-            if corrected and form in REFUSED:
-                continue
-            kl = KL(weight=1.0, form=form, corrected=corrected)
-            objective = OBJECTIVES[name](kl=kl)
-            policy.net.zero_grad()
-            with Meter().listening() as meter:
-                for point in objective.points(policy, rollout, Rng.of("points")):
-                    (objective.loss(policy, point) * point.mask).sum().backward()
-            assert abs(meter.means()["kl"]) < 1e-9, (form, corrected)
-            if form == "k1":
-                continue  # of single decisions it is not 0, but on average
-            for parameter in policy.net.parameters():
-                assert parameter.grad is None or parameter.grad.abs().max() < 1e-8, form
+    for name, kind in list(with_kl()):
+        with subtests.test(name=name, kind=kind):
+            tokens = kind in ("causal", "masked", "hidden")
+            policy = (toys.POLICIES | {"hidden": ToyHidden})[kind]()
+            policy.net.double()
+            for snapshot in ("ref", "old"):
+                policy.weights.keep(snapshot)
+            with torch.no_grad():
+                rollout = policy.rollout(toys.prompts(2), 4, Rng.of("itself"))
+            rollout = rollout.replace(advantage=torch.zeros(8, 1, dtype=torch.float64))
+            for form in KL_FORMS:
+                if form == "flow_grpo" and tokens:
+                    continue
+                for corrected in (False, True):
+                    if corrected and form in REFUSED:
+                        continue
+                    kl = KL(weight=1.0, form=form, corrected=corrected)
+                    objective = OBJECTIVES[name](kl=kl)
+                    policy.net.zero_grad()
+                    with Meter().listening() as meter:
+                        for point in objective.points(policy, rollout, Rng.of("points")):
+                            (objective.loss(policy, point) * point.mask).sum().backward()
+                    assert abs(meter.means()["kl"]) < 1e-9, (form, corrected)
+                    if form == "k1":
+                        continue  # of single decisions it is not 0, but on average
+                    for parameter in policy.net.parameters():
+                        assert parameter.grad is None or parameter.grad.abs().max() < 1e-8, form
 
 
-@pytest.mark.parametrize(("divergence", "order"), CASES)
-@pytest.mark.parametrize("std", [0.8, 0.6])
-def test_divergences_of_steps_are_integrals(divergence, order, std):
-    kl = KL(weight=1.0, divergence=divergence, order=order)
-    mean = torch.tensor([[0.3, -0.4]]).double()
-    dist = Gaussian(mean, torch.full((1, 1), std).double())
-    reference = Gaussian(mean * 0, torch.full((1, 1), 0.8).double())
-    x = torch.linspace(-9, 9, 40001, dtype=torch.float64)
-    dx = float(x[1] - x[0])
-    each = []
-    for m in mean[0].tolist():
-        p, q = (
-            (-0.5 * ((x - mu) / s) ** 2).exp() / (s * math.sqrt(2 * math.pi))
-            for mu, s in ((m, std), (0.0, 0.8))
-        )
-        p, q = p + 1e-300, q + 1e-300
-        if divergence in ("chi2", "renyi"):
-            a = 2.0 if divergence == "chi2" else order
-            each.append(math.log(float((p**a * q ** (1 - a)).sum()) * dx) / (a - 1))
-        else:
-            a, b = (p, q) if divergence == "reverse" else (q, p)
-            each.append(float((a * (a / b).log()).sum()) * dx)
-    expected = sum(each) / 2  # the mean over dimensions
-    if divergence == "chi2":
-        expected = math.expm1(expected)
-    value = kl.of(dist, reference, None, None)
-    assert value.shape == (1, 1) and float(value) == pytest.approx(expected, rel=1e-6)
-    same = kl.of(dist, dist, None, None)
-    assert float(same) == 0
+def test_divergences_of_steps_are_integrals(subtests):
+    for divergence, order in CASES:
+        for std in [0.8, 0.6]:
+            with subtests.test(divergence=divergence, order=order, std=std):
+                kl = KL(weight=1.0, divergence=divergence, order=order)
+                mean = torch.tensor([[0.3, -0.4]]).double()
+                dist = Gaussian(mean, torch.full((1, 1), std).double())
+                reference = Gaussian(mean * 0, torch.full((1, 1), 0.8).double())
+                x = torch.linspace(-9, 9, 40001, dtype=torch.float64)
+                dx = float(x[1] - x[0])
+                each = []
+                for m in mean[0].tolist():
+                    p, q = (
+                        (-0.5 * ((x - mu) / s) ** 2).exp() / (s * math.sqrt(2 * math.pi))
+                        for mu, s in ((m, std), (0.0, 0.8))
+                    )
+                    p, q = p + 1e-300, q + 1e-300
+                    if divergence in ("chi2", "renyi"):
+                        a = 2.0 if divergence == "chi2" else order
+                        each.append(math.log(float((p**a * q ** (1 - a)).sum()) * dx) / (a - 1))
+                    else:
+                        a, b = (p, q) if divergence == "reverse" else (q, p)
+                        each.append(float((a * (a / b).log()).sum()) * dx)
+                expected = sum(each) / 2  # the mean over dimensions
+                if divergence == "chi2":
+                    expected = math.expm1(expected)
+                value = kl.of(dist, reference, None, None)
+                assert value.shape == (1, 1) and float(value) == pytest.approx(expected, rel=1e-6)
+                same = kl.of(dist, dist, None, None)
+                assert float(same) == 0
 
 
 def test_a_reference_too_narrow_has_an_infinite_renyi_divergence():
@@ -285,18 +293,21 @@ def walked(kind="causal", **kl):
     return policy, objective, rollout.replace(advantage=advantage)
 
 
-@pytest.mark.parametrize("kind", ["causal", "masked", "flow"])
-@pytest.mark.parametrize("divergence", ["reverse", "forward", "chi2"])
-def test_the_loss_has_its_weight_times_the_divergence(kind, divergence):
-    policy, objective, rollout = walked(kind, divergence=divergence)
-    without = PolicyGradient()
-    for point in objective.points(policy, rollout, Rng.of(0)):
-        term = objective.loss(policy, point) - without.loss(policy, point)
-        dist, reference = policy.dist(point), frozen(policy, "ref", point)
-        logp, ref = (each.log_prob(point.target) for each in (dist, reference))
-        expected = 0.5 * objective.term(KLPenalty).options.of(dist, reference, logp, ref)
-        assert expected[point.mask].abs().max() > 0
-        torch.testing.assert_close(term[point.mask], expected[point.mask])
+def test_the_loss_has_its_weight_times_the_divergence(subtests):
+    for kind in ["causal", "masked", "flow"]:
+        for divergence in ["reverse", "forward", "chi2"]:
+            with subtests.test(kind=kind, divergence=divergence):
+                policy, objective, rollout = walked(kind, divergence=divergence)
+                without = PolicyGradient()
+                for point in objective.points(policy, rollout, Rng.of(0)):
+                    term = objective.loss(policy, point) - without.loss(policy, point)
+                    dist, reference = policy.dist(point), frozen(policy, "ref", point)
+                    logp, ref = (each.log_prob(point.target) for each in (dist, reference))
+                    expected = 0.5 * objective.term(KLPenalty).options.of(
+                        dist, reference, logp, ref
+                    )
+                    assert expected[point.mask].abs().max() > 0
+                    torch.testing.assert_close(term[point.mask], expected[point.mask])
 
 
 @pytest.mark.parametrize("kind", ["causal", "masked", "flow"])
@@ -330,25 +341,30 @@ def test_a_reweighed_reference_counts_good_samples_more(kind):
     assert decisions >= 8
 
 
-@pytest.mark.parametrize("kind", ["causal", "masked", "flow"])
-@pytest.mark.parametrize("root", [False, True])
-def test_the_chi2_of_whole_samples_is_taken_off_their_rewards(kind, root):
+def test_the_chi2_of_whole_samples_is_taken_off_their_rewards(subtests):
     """The ratio to the base over all of a sample's decisions; or of the square root."""
-    policy, objective, rollout = walked(kind, divergence="chi2", where="reward", root=root)
-    ratios = []
-    for row in range(len(rollout)):
-        total = 0.0
-        for point in policy.path(rollout[row : row + 1]):
-            gap = point.recorded - frozen(policy, "ref", point).log_prob(point.target)
-            total += float(torch.where(point.mask, gap, 0.0).sum())
-        ratios.append(math.exp(total))
-    mean = sum(ratio - 1 for ratio in ratios) / len(ratios)
-    factor = 1 / math.sqrt(max(mean, 1e-4)) if root else 2
-    rewards = objective.shaped(policy, rollout, Rewards({"toy": torch.ones(4).double()}))
-    losses = [0.5 * factor * (ratio - 1) for ratio in ratios]
-    expected = 1 - torch.tensor(losses, dtype=torch.float64)
-    torch.testing.assert_close(rewards.total(), expected, atol=1e-9, rtol=1e-9)
-    assert float(rewards["kl"].mean()) == pytest.approx(mean)
+    for kind in ["causal", "masked", "flow"]:
+        for root in [False, True]:
+            with subtests.test(kind=kind, root=root):
+                policy, objective, rollout = walked(
+                    kind, divergence="chi2", where="reward", root=root
+                )
+                ratios = []
+                for row in range(len(rollout)):
+                    total = 0.0
+                    for point in policy.path(rollout[row : row + 1]):
+                        gap = point.recorded - frozen(policy, "ref", point).log_prob(point.target)
+                        total += float(torch.where(point.mask, gap, 0.0).sum())
+                    ratios.append(math.exp(total))
+                mean = sum(ratio - 1 for ratio in ratios) / len(ratios)
+                factor = 1 / math.sqrt(max(mean, 1e-4)) if root else 2
+                rewards = objective.shaped(
+                    policy, rollout, Rewards({"toy": torch.ones(4).double()})
+                )
+                losses = [0.5 * factor * (ratio - 1) for ratio in ratios]
+                expected = 1 - torch.tensor(losses, dtype=torch.float64)
+                torch.testing.assert_close(rewards.total(), expected, atol=1e-9, rtol=1e-9)
+                assert float(rewards["kl"].mean()) == pytest.approx(mean)
 
 
 def test_what_is_taken_off_rewards_has_the_gradient_of_the_chi2():

@@ -285,38 +285,41 @@ def test_seppos_pool_comes_through_a_checkpoint_to_the_bit():
         assert all(torch.equal(tensors[key], restored[key]) for key in tensors), name
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_draft_is_the_gradient_through_the_sampler(subtests):
+    """The reward of a sampler that is run again from the same state with the same noise, on policy
+    or, after a step of the optimizer, with weights that have moved."""
+    for options in [
         {"sde_type": ode},
         {"noise_window": all_but_last},
         {"sde_type": consistency, "noise_level": 1.0},
-    ],
-)
-@pytest.mark.parametrize("last", [None, 2])
-@pytest.mark.parametrize("moved", [0.0, 0.05])
-def test_draft_is_the_gradient_through_the_sampler(options, last, moved):
-    """The reward of a sampler that is run again from the same state with the same noise, on policy
-    or, after a step of the optimizer, with weights that have moved."""
-    objective = Draft(last=last)
-    policy, rollout = setting(objective, moved=moved, **options)
-    (point,) = objective.points(policy, rollout, Rng.of(0))
-    slope = gradient(policy, objective.loss(policy, point).mean())
-    steps = rollout.latents.noise_level.shape[1]
-    first = 0 if last is None else steps - last
-    path = rollout.latents
-    x = path.states[:, first]
-    for k in range(first, steps):
-        step = SamplerState(time=path.time[:, k])
-        v = policy._velocities(point.replace(state=x, step=step), guided=False)[0]
-        mean, std = policy.sde_type(
-            x, v, path.time[:, k], path.time[:, k + 1], path.noise_level[:, k]
-        )
-        x = mean + std * Rng.of("rollout").normal(rollout.row_id, (2,), k + 1, torch.float64)
-    assert moved or torch.allclose(x, rollout.sample, atol=1e-12, rtol=0)
-    torch.testing.assert_close(
-        slope, gradient(policy, -toys.smooth_reward(x, None).mean()), rtol=1e-8, atol=1e-12
-    )
+    ]:
+        for last in [None, 2]:
+            for moved in [0.0, 0.05]:
+                with subtests.test(options=options, last=last, moved=moved):
+                    objective = Draft(last=last)
+                    policy, rollout = setting(objective, moved=moved, **options)
+                    (point,) = objective.points(policy, rollout, Rng.of(0))
+                    slope = gradient(policy, objective.loss(policy, point).mean())
+                    steps = rollout.latents.noise_level.shape[1]
+                    first = 0 if last is None else steps - last
+                    path = rollout.latents
+                    x = path.states[:, first]
+                    for k in range(first, steps):
+                        step = SamplerState(time=path.time[:, k])
+                        v = policy._velocities(point.replace(state=x, step=step), guided=False)[0]
+                        mean, std = policy.sde_type(
+                            x, v, path.time[:, k], path.time[:, k + 1], path.noise_level[:, k]
+                        )
+                        x = mean + std * Rng.of("rollout").normal(
+                            rollout.row_id, (2,), k + 1, torch.float64
+                        )
+                    assert moved or torch.allclose(x, rollout.sample, atol=1e-12, rtol=0)
+                    torch.testing.assert_close(
+                        slope,
+                        gradient(policy, -toys.smooth_reward(x, None).mean()),
+                        rtol=1e-8,
+                        atol=1e-12,
+                    )
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -395,28 +398,29 @@ LEARNING = {
 }
 
 
-@pytest.mark.parametrize("name", LEARNING)
-def test_each_raises_the_toy_reward(name):
-    objective, options = LEARNING[name]
-    policy = toys.make("flow", **options)
-    sizes = {
-        "prompts_per_iteration": 4,
-        "group_size": 8,
-        "train_batch_size": 32,
-        "iterations": 40,
-        "seed": 1,
-    }
-    trainer = Trainer(
-        policy,
-        toys.prompts(),
-        Scorer({"smooth": smooth}),
-        advantages.dance_grpo,
-        objective(),
-        partial(adamw, lr=3e-3),
-        TrainOptions(**sizes),
-    )
-    rewards = [trainer.iterate()["reward/mean"] for _ in range(40)]
-    assert sum(rewards[-5:]) / 5 > rewards[0] + 0.3, rewards
+def test_each_raises_the_toy_reward(subtests):
+    for name in LEARNING:
+        with subtests.test(name=name):
+            objective, options = LEARNING[name]
+            policy = toys.make("flow", **options)
+            sizes = {
+                "prompts_per_iteration": 4,
+                "group_size": 8,
+                "train_batch_size": 32,
+                "iterations": 40,
+                "seed": 1,
+            }
+            trainer = Trainer(
+                policy,
+                toys.prompts(),
+                Scorer({"smooth": smooth}),
+                advantages.dance_grpo,
+                objective(),
+                partial(adamw, lr=3e-3),
+                TrainOptions(**sizes),
+            )
+            rewards = [trainer.iterate()["reward/mean"] for _ in range(40)]
+            assert sum(rewards[-5:]) / 5 > rewards[0] + 0.3, rewards
 
 
 def test_a_reward_without_gradient_is_refused_by_name():

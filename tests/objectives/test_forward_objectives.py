@@ -272,21 +272,21 @@ def test_nfts_old_weights_follow_as_published():
         assert [objective.old_decay(step) for step in (0, 100, 1000)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("weighting", "expected"),
-    [
+def test_awms_weightings_are_those_of_published_code(subtests):
+    """AWM (Xue et al. 2025), AWMTrainer.compute_weighted_log_prob of Flow-Factory, at t = 0.6."""
+    for weighting, expected in [
         ("uniform", [-0.003225, -0.005625]),
         ("t", [-0.001935, -0.003375]),
         ("t2", [-0.001161, -0.002025]),
         ("huber", [-0.03406746, -0.044994]),
         ("ghuber", [-0.56434166, -0.64967763]),
-    ],
-)
-def test_awms_weightings_are_those_of_published_code(weighting, expected):
-    """AWM (Xue et al. 2025), AWMTrainer.compute_weighted_log_prob of Flow-Factory, at t = 0.6."""
-    point, v = off_by(*MISSES["live"])
-    scores = SCORES[weighting](error(Velocities(live=v).dist(point), point), point.time[:, None])
-    assert scores.flatten().tolist() == pytest.approx(expected, abs=2e-7)
+    ]:
+        with subtests.test(weighting=weighting, expected=expected):
+            point, v = off_by(*MISSES["live"])
+            scores = SCORES[weighting](
+                error(Velocities(live=v).dist(point), point), point.time[:, None]
+            )
+            assert scores.flatten().tolist() == pytest.approx(expected, abs=2e-7)
 
 
 def test_awms_gradient_on_policy_is_the_weighted_denoising_error():
@@ -473,20 +473,21 @@ def test_pairs_are_the_best_and_the_worst_that_are_left():
     )
 
 
-@pytest.mark.parametrize("family", ["masked", "causal"])
-@pytest.mark.parametrize("make", [DGPO, NFT, AWM, DiffusionDPO, Guard, FlowDPPO])
-def test_token_models_are_refused_with_the_reason(family, make):
-    objective = make()
-    policy = toys.make(family)
-    for name in ("old", "ref"):
-        policy.weights.keep(name)
-    with torch.no_grad():
-        rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0)).replace(
-            advantage=column(1, -1, 1, -1).float()
-        )
-    with pytest.raises(UserError, match="flow and diffusion models"):
-        for point in objective.points(policy, rollout, Rng.of(1)):
-            objective.loss(policy, point)
+def test_token_models_are_refused_with_the_reason(subtests):
+    for family in ["masked", "causal"]:
+        for make in [DGPO, NFT, AWM, DiffusionDPO, Guard, FlowDPPO]:
+            with subtests.test(family=family, make=make):
+                objective = make()
+                policy = toys.make(family)
+                for name in ("old", "ref"):
+                    policy.weights.keep(name)
+                with torch.no_grad():
+                    rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0)).replace(
+                        advantage=column(1, -1, 1, -1).float()
+                    )
+                with pytest.raises(UserError, match="flow and diffusion models"):
+                    for point in objective.points(policy, rollout, Rng.of(1)):
+                        objective.loss(policy, point)
 
 
 @pytest.mark.parametrize("make", [DGPO, NFT, DiffusionDPO, RewardWeightedRegression])
@@ -570,67 +571,80 @@ def trainer_of(make, family, lr=3e-3, noise_level=0.0, policy=None, **options):
     )
 
 
-@pytest.mark.parametrize("family", ["flow", "video"])
-@pytest.mark.parametrize("name", [*FORWARD, *ON_PATH])
-def test_training_raises_the_reward(name, family):
+def test_training_raises_the_reward(subtests):
     """Those of the forward process from deterministic samples, which have no decisions on their
     path."""
-    forward = name in FORWARD
-    make = (FORWARD | ON_PATH)[name]
-    trainer = trainer_of(make, family, lr=8e-3, noise_level=0.0 if forward else 0.7)
-    assert bool(trainer.collect().rollout.mask.any()) is not forward
-    rewards = [trainer.iterate()["reward/mean"] for _ in range(20)]
-    start = sum(rewards[:3]) / 3
-    end = sum(rewards[-3:]) / 3
-    assert end > start + 0.25 * abs(start), (start, end)
+    for family in ["flow", "video"]:
+        for name in [*FORWARD, *ON_PATH]:
+            with subtests.test(family=family, name=name):
+                forward = name in FORWARD
+                make = (FORWARD | ON_PATH)[name]
+                trainer = trainer_of(make, family, lr=8e-3, noise_level=0.0 if forward else 0.7)
+                assert bool(trainer.collect().rollout.mask.any()) is not forward
+                rewards = [trainer.iterate()["reward/mean"] for _ in range(20)]
+                start = sum(rewards[:3]) / 3
+                end = sum(rewards[-3:]) / 3
+                assert end > start + 0.25 * abs(start), (start, end)
 
 
-@pytest.mark.parametrize("name", [*FORWARD, *ON_PATH])
-def test_micro_batches_change_nothing(name):
-    runs = []
-    for micro in (64, 24, 5):
-        policy = toys.make("flow", double=True, noise_level=0.0 if name in FORWARD else 0.7)
-        trainer = trainer_of(
-            (FORWARD | ON_PATH)[name], "flow", policy=policy, micro_batch_size=micro
-        )
-        for _ in range(2):
-            trainer.iterate()
-        runs.append(trainer.policy.weights.full())
-    for weights in runs[1:]:
-        for key, value in runs[0].items():
-            torch.testing.assert_close(value, weights[key], atol=1e-9, rtol=0)
+def test_micro_batches_change_nothing(subtests):
+    for name in [*FORWARD, *ON_PATH]:
+        with subtests.test(name=name):
+            runs = []
+            for micro in (64, 24, 5):
+                policy = toys.make("flow", double=True, noise_level=0.0 if name in FORWARD else 0.7)
+                trainer = trainer_of(
+                    (FORWARD | ON_PATH)[name], "flow", policy=policy, micro_batch_size=micro
+                )
+                for _ in range(2):
+                    trainer.iterate()
+                runs.append(trainer.policy.weights.full())
+            for weights in runs[1:]:
+                for key, value in runs[0].items():
+                    torch.testing.assert_close(value, weights[key], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("name", [*FORWARD, *ON_PATH])
-def test_a_process_without_rows_can_keep_step(name):
+def test_a_process_without_rows_can_keep_step(subtests):
     """It passes one row through the network that trains nothing, and so takes part in every
     collective call."""
-    trainer = trainer_of(
-        (FORWARD | ON_PATH)[name], "flow", noise_level=0.0 if name in FORWARD else 0.7
-    )
-    batch = trainer.collect()
-    passes = trainer.update.passes
-    idle = passes.idle(batch, Rng.of("idle"))
-    if passes.coupled:
-        passes.couple(batch, [], [idle])
-    loss = trainer.objective.loss(trainer.policy, idle)
-    assert len(loss) == 1 and loss.isfinite().all() and loss.requires_grad and not idle.mask.any()
+    for name in [*FORWARD, *ON_PATH]:
+        with subtests.test(name=name):
+            trainer = trainer_of(
+                (FORWARD | ON_PATH)[name], "flow", noise_level=0.0 if name in FORWARD else 0.7
+            )
+            batch = trainer.collect()
+            passes = trainer.update.passes
+            idle = passes.idle(batch, Rng.of("idle"))
+            if passes.coupled:
+                passes.couple(batch, [], [idle])
+            loss = trainer.objective.loss(trainer.policy, idle)
+            assert (
+                len(loss) == 1
+                and loss.isfinite().all()
+                and loss.requires_grad
+                and not idle.mask.any()
+            )
 
 
-@pytest.mark.parametrize("name", ["grpo_guard", "flow_dppo", "awm", "dgpo"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_first_step_is_on_policy(name, precision):
-    make = (FORWARD | ON_PATH)[name]
-    eta = 0.0 if name in FORWARD else 0.7
-    metrics = trainer_of(
-        make, "flow", noise_level=eta, train_batch_size=128, precision=precision
-    ).iterate()
-    assert metrics["ratio/mean"] == 1 and metrics["clip_fraction"] == 0 and metrics["grad_norm"] > 0
-    assert (
-        metrics.get("kl", 0) == 0
-        and metrics.get("kl_old", 0) == 0
-        and metrics.get("ratio/max_deviation", 0) == 0
-    )
+def test_the_first_step_is_on_policy(subtests):
+    for name in ["grpo_guard", "flow_dppo", "awm", "dgpo"]:
+        for precision in ["fp32", "bf16"]:
+            with subtests.test(name=name, precision=precision):
+                make = (FORWARD | ON_PATH)[name]
+                eta = 0.0 if name in FORWARD else 0.7
+                metrics = trainer_of(
+                    make, "flow", noise_level=eta, train_batch_size=128, precision=precision
+                ).iterate()
+                assert (
+                    metrics["ratio/mean"] == 1
+                    and metrics["clip_fraction"] == 0
+                    and metrics["grad_norm"] > 0
+                )
+                assert (
+                    metrics.get("kl", 0) == 0
+                    and metrics.get("kl_old", 0) == 0
+                    and metrics.get("ratio/max_deviation", 0) == 0
+                )
 
 
 def test_old_weights_are_what_each_method_says():

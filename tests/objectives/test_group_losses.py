@@ -279,14 +279,17 @@ def groups_of_samples(objective):
     return objective._samples(*columns), plain
 
 
-@pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
-def test_losses_are_the_papers_formulas(name, options, formula):
-    objective = build(name, **options)
-    samples, plain = groups_of_samples(objective)
-    value = objective.of_group(samples)
-    for g, group in enumerate(plain):
-        rows = samples.groups.index == g
-        assert float(value[rows].mean()) == pytest.approx(formula(*group), rel=1e-9, abs=1e-9)
+def test_losses_are_the_papers_formulas(subtests):
+    for name, options, formula in FORMULAS:
+        with subtests.test(name=name, options=options):
+            objective = build(name, **options)
+            samples, plain = groups_of_samples(objective)
+            value = objective.of_group(samples)
+            for g, group in enumerate(plain):
+                rows = samples.groups.index == g
+                assert float(value[rows].mean()) == pytest.approx(
+                    formula(*group), rel=1e-9, abs=1e-9
+                )
 
 
 def test_every_group_loss_has_a_formula():
@@ -392,60 +395,71 @@ def gradients(policy, loss):
     return torch.autograd.grad(loss, list(policy.net.parameters()), allow_unused=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("anchor", ["old", "ref", {"every": 2}])
-def test_loss_and_gradient_are_those_of_whole_groups(name, kind, anchor):
+def test_loss_and_gradient_are_those_of_whole_groups(subtests):
     """Through all passes of all rows at once, without a tangent."""
-    plain = name in ("disco", "drpo", "orpo", "simpo")
-    if plain and anchor != "old":
-        pytest.skip("its anchor is the old policy")
-    objective = build(name, **({} if plain else {"anchor": anchor}))
-    policy, whole = moved(kind, objective)
-    point = ready(policy, objective, whole)
-    weight = whole.mask.double() / whole.num_decisions[:, None]
-    rows = len(whole.row_id.unique())
-    loss = (objective.loss(policy, point) * weight).sum() / rows
+    for kind in KINDS:
+        for name in NAMES:
+            for anchor in ["old", "ref", {"every": 2}]:
+                with subtests.test(kind=kind, name=name, anchor=anchor):
+                    plain = name in ("disco", "drpo", "orpo", "simpo")
+                    if plain and anchor != "old":
+                        pytest.skip("its anchor is the old policy")
+                    objective = build(name, **({} if plain else {"anchor": anchor}))
+                    policy, whole = moved(kind, objective)
+                    point = ready(policy, objective, whole)
+                    weight = whole.mask.double() / whole.num_decisions[:, None]
+                    rows = len(whole.row_id.unique())
+                    loss = (objective.loss(policy, point) * weight).sum() / rows
 
-    logp = policy.dist(whole).log_prob(whole.target)
-    old = whole.recorded
-    if anchor != "old":
-        with policy.weights.using("ref" if anchor == "ref" else "moving"), torch.no_grad():
-            old = policy.dist(whole).log_prob(whole.target)
-    numbers = []  # R, log p, length, advantage, group of every row, by a loop
-    for row in whole.row_id.unique():
-        chosen = whole.mask & (whole.row_id == row)[:, None]
-        first = whole.row_id == row
-        numbers.append(
-            (
-                (logp - old)[chosen].sum(),
-                logp[chosen].sum(),
-                whole.advantage[first][0, 0],
-                chosen.sum(),
-                whole.group[first][0],
-            )
-        )
-    ratio, total, advantage, length, group = (torch.stack(x) for x in zip(*numbers, strict=True))
-    divisor = length if objective.average else 1
-    samples = Samples(ratio / divisor, total / divisor, advantage, length, Groups(group))
-    expected = objective.of_group(samples).mean()
-    torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-9)
-    pairs = list(zip(gradients(policy, loss), gradients(policy, expected), strict=True))
-    assert any(slope is not None and slope.abs().max() > 0 for slope, _ in pairs)
-    for slope, truth in pairs:
-        if truth is not None:
-            torch.testing.assert_close(slope, truth, atol=1e-10, rtol=1e-8)
+                    logp = policy.dist(whole).log_prob(whole.target)
+                    old = whole.recorded
+                    if anchor != "old":
+                        with (
+                            policy.weights.using("ref" if anchor == "ref" else "moving"),
+                            torch.no_grad(),
+                        ):
+                            old = policy.dist(whole).log_prob(whole.target)
+                    numbers = []  # R, log p, length, advantage, group of every row, by a loop
+                    for row in whole.row_id.unique():
+                        chosen = whole.mask & (whole.row_id == row)[:, None]
+                        first = whole.row_id == row
+                        numbers.append(
+                            (
+                                (logp - old)[chosen].sum(),
+                                logp[chosen].sum(),
+                                whole.advantage[first][0, 0],
+                                chosen.sum(),
+                                whole.group[first][0],
+                            )
+                        )
+                    ratio, total, advantage, length, group = (
+                        torch.stack(x) for x in zip(*numbers, strict=True)
+                    )
+                    divisor = length if objective.average else 1
+                    samples = Samples(
+                        ratio / divisor, total / divisor, advantage, length, Groups(group)
+                    )
+                    expected = objective.of_group(samples).mean()
+                    torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-9)
+                    pairs = list(
+                        zip(gradients(policy, loss), gradients(policy, expected), strict=True)
+                    )
+                    assert any(slope is not None and slope.abs().max() > 0 for slope, _ in pairs)
+                    for slope, truth in pairs:
+                        if truth is not None:
+                            torch.testing.assert_close(slope, truth, atol=1e-10, rtol=1e-8)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_order_of_rows_changes_nothing(name):
-    objective = build(name)
-    policy, whole = moved("flow", objective)
-    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-    straight = ready(policy, objective, whole).coupling
-    mixed = ready(policy, objective, whole[order]).coupling
-    torch.testing.assert_close(mixed.value, straight.value[order], atol=1e-12, rtol=0)
-    torch.testing.assert_close(mixed.slope, straight.slope[order], atol=1e-12, rtol=0)
+def test_the_order_of_rows_changes_nothing(subtests):
+    for name in NAMES:
+        with subtests.test(name=name):
+            objective = build(name)
+            policy, whole = moved("flow", objective)
+            order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+            straight = ready(policy, objective, whole).coupling
+            mixed = ready(policy, objective, whole[order]).coupling
+            torch.testing.assert_close(mixed.value, straight.value[order], atol=1e-12, rtol=0)
+            torch.testing.assert_close(mixed.slope, straight.slope[order], atol=1e-12, rtol=0)
 
 
 def trained(kind, objective, micro, **sizes):
@@ -472,15 +486,18 @@ def trained(kind, objective, micro, **sizes):
     return [trainer.iterate() for _ in range(2)], policy.weights.full()
 
 
-@pytest.mark.parametrize("kind", ["flow", "masked"])
-@pytest.mark.parametrize("name", NAMES)
-def test_micro_batches_change_nothing(name, kind):
-    if kind == "flow" and name in OF_TOKENS:
-        pytest.skip("it is for tokens")
-    (metrics, weights), (_, cut) = (trained(kind, build(name), micro) for micro in (None, 3))
-    assert all(step["grad_norm"] >= 0 for step in metrics)
-    for key, value in weights.items():
-        torch.testing.assert_close(value, cut[key], atol=1e-10, rtol=0)
+def test_micro_batches_change_nothing(subtests):
+    for kind in ["flow", "masked"]:
+        for name in NAMES:
+            with subtests.test(kind=kind, name=name):
+                if kind == "flow" and name in OF_TOKENS:
+                    pytest.skip("it is for tokens")
+                (metrics, weights), (_, cut) = (
+                    trained(kind, build(name), micro) for micro in (None, 3)
+                )
+                assert all(step["grad_norm"] >= 0 for step in metrics)
+                for key, value in weights.items():
+                    torch.testing.assert_close(value, cut[key], atol=1e-10, rtol=0)
 
 
 # -- a reference that follows, and refusals

@@ -118,23 +118,26 @@ STUDY = {
 }
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("name", STUDY)
-def test_cosines_to_the_true_gradient(name, steps):
-    estimator, reduction, *published = STUDY[name]
-    expected = published[steps > 1]
-    cosines = []
-    for seed in range(8):
-        policy = TablePolicy(seed, steps=steps)
-        rollout, true = rolled(policy, seed)
-        rng = Rng.of("points", seed)
-        cosines.append(
-            cosine_similarity(
-                estimate(policy, rollout, reduction, rng, estimator=estimator), true, dim=0
-            )
-        )
-    mean = torch.stack(cosines).mean().item()
-    assert abs(mean - expected) < (0.01 if expected == 1 else 0.06), mean
+def test_cosines_to_the_true_gradient(subtests):
+    for steps in [1, 3]:
+        for name in STUDY:
+            with subtests.test(steps=steps, name=name):
+                estimator, reduction, *published = STUDY[name]
+                expected = published[steps > 1]
+                cosines = []
+                for seed in range(8):
+                    policy = TablePolicy(seed, steps=steps)
+                    rollout, true = rolled(policy, seed)
+                    rng = Rng.of("points", seed)
+                    cosines.append(
+                        cosine_similarity(
+                            estimate(policy, rollout, reduction, rng, estimator=estimator),
+                            true,
+                            dim=0,
+                        )
+                    )
+                mean = torch.stack(cosines).mean().item()
+                assert abs(mean - expected) < (0.01 if expected == 1 else 0.06), mean
 
 
 def expected_of_choice(policy, seed):
@@ -272,23 +275,24 @@ def test_every_estimator_is_tried():
     assert set(ESTIMATED) == set(ESTIMATORS)
 
 
-@pytest.mark.parametrize("name", ESTIMATED)
-def test_visible_positions_never_influence_the_loss(name):
-    policy = TablePolicy(steps=3)
-    rollout, _ = rolled(policy, 0, 64)
-    policy.weights.keep("old")
-    with torch.no_grad():
-        policy.net.logits.mul_(1.1)
-    for seed in (0, 1):
-        plain = total(policy, rollout, name, Rng.of(seed))
-        logits = policy.logits
-        policy.logits = lambda ids, cond, f=logits: (
-            f(ids, cond) + torch.where(ids == 2, 0.0, 3.0)[..., None] * SLOPE
-        )
-        assert total(policy, rollout, name, Rng.of(seed)) == plain != 0
-        if name == "mask_grpo":  # as published it does
-            assert total(policy, rollout, name, Rng.of(seed), fixed=False) != plain
-        policy.logits = logits
+def test_visible_positions_never_influence_the_loss(subtests):
+    for name in ESTIMATED:
+        with subtests.test(name=name):
+            policy = TablePolicy(steps=3)
+            rollout, _ = rolled(policy, 0, 64)
+            policy.weights.keep("old")
+            with torch.no_grad():
+                policy.net.logits.mul_(1.1)
+            for seed in (0, 1):
+                plain = total(policy, rollout, name, Rng.of(seed))
+                logits = policy.logits
+                policy.logits = lambda ids, cond, f=logits: (
+                    f(ids, cond) + torch.where(ids == 2, 0.0, 3.0)[..., None] * SLOPE
+                )
+                assert total(policy, rollout, name, Rng.of(seed)) == plain != 0
+                if name == "mask_grpo":  # as published it does
+                    assert total(policy, rollout, name, Rng.of(seed), fixed=False) != plain
+                policy.logits = logits
 
 
 SLOPE = torch.tensor([0.0, 1.0]).double()
@@ -303,22 +307,23 @@ def total(policy, rollout, name, rng, **options):
     )
 
 
-@pytest.mark.parametrize("name", ESTIMATED)
-def test_the_first_ratio_is_1_and_the_generator_is_left_alone(name):
-    policy = TablePolicy(steps=3)
-    rollout, _ = rolled(policy, 0, 32)
-    policy.weights.keep("old")
-    state = torch.get_rng_state()
-    objective = Masked(estimator=bound(name))
-    for point in objective.points(policy, rollout, POINTS):
-        logp = policy.dist(point).log_prob(point.target)
-        old = objective.recorded(policy, point, logp)
-        assert torch.equal(old[point.mask], logp.detach()[point.mask])
-        assert (
-            point.mask.shape == point.estimator_weight.shape == logp.shape
-            and (point.estimator_weight[point.mask] > 0).all()
-        )
-    assert torch.equal(torch.get_rng_state(), state)
+def test_the_first_ratio_is_1_and_the_generator_is_left_alone(subtests):
+    for name in ESTIMATED:
+        with subtests.test(name=name):
+            policy = TablePolicy(steps=3)
+            rollout, _ = rolled(policy, 0, 32)
+            policy.weights.keep("old")
+            state = torch.get_rng_state()
+            objective = Masked(estimator=bound(name))
+            for point in objective.points(policy, rollout, POINTS):
+                logp = policy.dist(point).log_prob(point.target)
+                old = objective.recorded(policy, point, logp)
+                assert torch.equal(old[point.mask], logp.detach()[point.mask])
+                assert (
+                    point.mask.shape == point.estimator_weight.shape == logp.shape
+                    and (point.estimator_weight[point.mask] > 0).all()
+                )
+            assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_tracerl_without_shrinking_is_the_trajectory():

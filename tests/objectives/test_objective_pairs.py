@@ -94,32 +94,33 @@ def close(media, prompts):
     return (toys.smooth_reward if media.is_floating_point() else toys.reward)(media, prompts)
 
 
-@pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_a_pair_that_suits_each_other_raises_the_reward(name, kind):
-    policy = KIND[kind](**POLICY.get((name, kind), {} if kind in TOKENS else {"steps": 4}))
-    tokens = policy.capabilities.decisions == "categorical"
-    trainer = Trainer(
-        policy,
-        toys.prompts(2),
-        Scorer({"close": close}),
-        ADVANTAGES["dance_grpo"],
-        config.build({name: LEARNS.get(name, {})}, OBJECTIVES),
-        partial(adamw, lr=RATE.get(kind, 1e-1)),
-        TrainOptions(
-            prompts_per_iteration=2,
-            group_size=GROUP.get(name, 12),
-            train_batch_size=2 * GROUP.get(name, 12),
-            iterations=8,
-            seed=1,
-        ),
-    )
-    before = reward_now(policy)
-    rewards = [trainer.iterate()["reward/mean"] for _ in range(8)]
-    if name != "seppo":
-        assert sum(rewards[-2:]) / 2 > rewards[0] + (0.1 if tokens else 0.2), rewards
-    # whose untrained toy throws samples far out, and further where it follows them
-    elif kind != "diffusion":
-        assert reward_now(policy) > before + 0.2, rewards
+def test_a_pair_that_suits_each_other_raises_the_reward(subtests):
+    for name, kind in PAIRS:
+        with subtests.test(name=name, kind=kind):
+            policy = KIND[kind](**POLICY.get((name, kind), {} if kind in TOKENS else {"steps": 4}))
+            tokens = policy.capabilities.decisions == "categorical"
+            trainer = Trainer(
+                policy,
+                toys.prompts(2),
+                Scorer({"close": close}),
+                ADVANTAGES["dance_grpo"],
+                config.build({name: LEARNS.get(name, {})}, OBJECTIVES),
+                partial(adamw, lr=RATE.get(kind, 1e-1)),
+                TrainOptions(
+                    prompts_per_iteration=2,
+                    group_size=GROUP.get(name, 12),
+                    train_batch_size=2 * GROUP.get(name, 12),
+                    iterations=8,
+                    seed=1,
+                ),
+            )
+            before = reward_now(policy)
+            rewards = [trainer.iterate()["reward/mean"] for _ in range(8)]
+            if name != "seppo":
+                assert sum(rewards[-2:]) / 2 > rewards[0] + (0.1 if tokens else 0.2), rewards
+            # whose untrained toy throws samples far out, and further where it follows them
+            elif kind != "diffusion":
+                assert reward_now(policy) > before + 0.2, rewards
 
 
 @torch.no_grad()

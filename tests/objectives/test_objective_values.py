@@ -89,13 +89,14 @@ def renoised(advantage, t=0.5):
 # ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weighting", SCORES)
-def test_a_perfect_prediction_scores_zero_with_a_finite_gradient(weighting):
-    error = column(0.0).requires_grad_()
-    score = SCORES[weighting](error, column(0.5))
-    assert score.item() == 0
-    score.sum().backward()
-    assert error.grad.isfinite().all() and error.grad.item() < 0
+def test_a_perfect_prediction_scores_zero_with_a_finite_gradient(subtests):
+    for weighting in SCORES:
+        with subtests.test(weighting=weighting):
+            error = column(0.0).requires_grad_()
+            score = SCORES[weighting](error, column(0.5))
+            assert score.item() == 0
+            score.sum().backward()
+            assert error.grad.isfinite().all() and error.grad.item() < 0
 
 
 def test_awm_counts_the_ratios_beyond_its_clip_on_either_side():
@@ -317,60 +318,82 @@ def test_crd_of_a_perfect_old_prediction_is_finite(centre):
 # ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reference", ["ref", "old"])
-@pytest.mark.parametrize("clip", [None, 0.02])
-@pytest.mark.parametrize("kl", [0.0, 2.0])
-def test_dgpo_row_by_row(reference, clip, kl):
+def test_dgpo_row_by_row(subtests):
     """sigmoid(S) A d with S = beta mean(A (d - d_ref)), without a gradient where a sample has moved
     far."""
-    beta = 3.0
-    group = [0, 0, 1, 1]
-    start = [
-        [0.3, 0.0, 0.1, -0.1],
-        [0.4, 0.0, 0.2, 0.1],
-        [-0.2, 0.2, 0.3, 0.1],
-        [0.2, 0.1, 0.0, -0.1],
-    ]
-    tables = {"live": VELOCITY, "old": BEFORE, "ref": start}
-    error = {name: [sum(x * x for x in v) / 4 for v in table] for name, table in tables.items()}
-    advantage = [max(-5.0, min(a, 5.0)) for a in ADVANTAGE]
-    each = [advantage[i] * beta * (error["live"][i] - error[reference][i]) for i in range(4)]
-    score = [sum(each[j] for j in range(4) if group[j] == group[i]) / 2 for i in range(4)]
-    weight = [1 / (1 + math.exp(-s)) for s in score]
-    ratio = [math.exp(b - d) for b, d in zip(error["old"], error["live"], strict=True)]
-    far = [
-        clip is not None and (ratio[i] > 1 + clip if advantage[i] > 0 else ratio[i] < 1 - clip)
-        for i in range(4)
-    ]
-    tables = {name: torch.tensor(table, dtype=torch.float64) for name, table in tables.items()}
-    live = tables.pop("live").requires_grad_()
-    objective = DGPO(beta=beta, clip_range=clip, kl=kl, reference=reference)
-    policy = Velocities(live=live, **tables)
-    point = renoised(column(*ADVANTAGE)).replace(group=torch.tensor(group))
-    meter = Meter()
-    with meter.listening():
-        with torch.no_grad():
-            ready = objective.couple(point, objective.measure(policy, point))
-        loss = objective.loss(policy, ready)
-    apart = [
-        sum((x - y) ** 2 for x, y in zip(v, s, strict=True)) / 4
-        for v, s in zip(VELOCITY, start, strict=True)
-    ]
-    expected = [weight[i] * advantage[i] * error["live"][i] + kl * apart[i] for i in range(4)]
-    assert loss.flatten().tolist() == pytest.approx(expected, rel=1e-9)
-    assert meter.mean("dgpo/weight") == pytest.approx(sum(weight) / 4)
-    if clip:
-        assert meter.mean("clip_fraction") == pytest.approx(sum(far) / 4) and 0 < sum(far) < 4
-        assert meter.mean("ratio") == pytest.approx(sum(ratio) / 4)
-    if kl:
-        assert meter.mean("kl") == pytest.approx(sum(apart) / 4)
-    loss.sum().backward()
-    for i in range(4):
-        slope = 0.0 if far[i] else weight[i] * advantage[i]
-        gradient = [
-            slope * x / 2 + kl * (x - s) / 2 for x, s in zip(VELOCITY[i], start[i], strict=True)
-        ]
-        assert live.grad[i].tolist() == pytest.approx(gradient, abs=1e-12)
+    for reference in ["ref", "old"]:
+        for clip in [None, 0.02]:
+            for kl in [0.0, 2.0]:
+                with subtests.test(reference=reference, clip=clip, kl=kl):
+                    beta = 3.0
+                    group = [0, 0, 1, 1]
+                    start = [
+                        [0.3, 0.0, 0.1, -0.1],
+                        [0.4, 0.0, 0.2, 0.1],
+                        [-0.2, 0.2, 0.3, 0.1],
+                        [0.2, 0.1, 0.0, -0.1],
+                    ]
+                    tables = {"live": VELOCITY, "old": BEFORE, "ref": start}
+                    error = {
+                        name: [sum(x * x for x in v) / 4 for v in table]
+                        for name, table in tables.items()
+                    }
+                    advantage = [max(-5.0, min(a, 5.0)) for a in ADVANTAGE]
+                    each = [
+                        advantage[i] * beta * (error["live"][i] - error[reference][i])
+                        for i in range(4)
+                    ]
+                    score = [
+                        sum(each[j] for j in range(4) if group[j] == group[i]) / 2 for i in range(4)
+                    ]
+                    weight = [1 / (1 + math.exp(-s)) for s in score]
+                    ratio = [
+                        math.exp(b - d) for b, d in zip(error["old"], error["live"], strict=True)
+                    ]
+                    far = [
+                        clip is not None
+                        and (ratio[i] > 1 + clip if advantage[i] > 0 else ratio[i] < 1 - clip)
+                        for i in range(4)
+                    ]
+                    tables = {
+                        name: torch.tensor(table, dtype=torch.float64)
+                        for name, table in tables.items()
+                    }
+                    live = tables.pop("live").requires_grad_()
+                    objective = DGPO(beta=beta, clip_range=clip, kl=kl, reference=reference)
+                    policy = Velocities(live=live, **tables)
+                    point = renoised(column(*ADVANTAGE)).replace(group=torch.tensor(group))
+                    meter = Meter()
+                    with meter.listening():
+                        with torch.no_grad():
+                            ready = objective.couple(point, objective.measure(policy, point))
+                        loss = objective.loss(policy, ready)
+                    apart = [
+                        sum((x - y) ** 2 for x, y in zip(v, s, strict=True)) / 4
+                        for v, s in zip(VELOCITY, start, strict=True)
+                    ]
+                    expected = [
+                        weight[i] * advantage[i] * error["live"][i] + kl * apart[i]
+                        for i in range(4)
+                    ]
+                    assert loss.flatten().tolist() == pytest.approx(expected, rel=1e-9)
+                    assert meter.mean("dgpo/weight") == pytest.approx(sum(weight) / 4)
+                    if clip:
+                        assert (
+                            meter.mean("clip_fraction") == pytest.approx(sum(far) / 4)
+                            and 0 < sum(far) < 4
+                        )
+                        assert meter.mean("ratio") == pytest.approx(sum(ratio) / 4)
+                    if kl:
+                        assert meter.mean("kl") == pytest.approx(sum(apart) / 4)
+                    loss.sum().backward()
+                    for i in range(4):
+                        slope = 0.0 if far[i] else weight[i] * advantage[i]
+                        gradient = [
+                            slope * x / 2 + kl * (x - s) / 2
+                            for x, s in zip(VELOCITY[i], start[i], strict=True)
+                        ]
+                        assert live.grad[i].tolist() == pytest.approx(gradient, abs=1e-12)
 
 
 def test_dgpo_as_published_and_what_it_keeps_and_refuses():
@@ -443,32 +466,42 @@ DIVERGENCE = {  # of Gaussians that are d standard deviations apart
 }
 
 
-@pytest.mark.parametrize("kernel", [flow_sde, ode])
-@pytest.mark.parametrize("divergence", DIVERGENCE)
-def test_draft_pays_for_the_mean_divergence_of_its_steps(kernel, divergence):
+def test_draft_pays_for_the_mean_divergence_of_its_steps(subtests):
     """Per dimension; a step without noise counts as if the clean prediction had variance 1/2."""
-    policy, rollout = walked(sde_type=kernel)
-    losses = []
-    for kl in (0.0, 2.0):
-        objective = Draft(last=2, kl=kl, divergence=divergence)
-        objective.attach(toys.smooth_reward)
-        (point,) = objective.points(policy, rollout, Rng.of(0))
-        losses.append(objective.loss(policy, point)[:, 0])
-    assert losses[0].tolist() == pytest.approx(
-        (-toys.smooth_reward(rollout.sample, None)).tolist(), abs=1e-9
-    )
-    paid = torch.zeros(4, dtype=torch.float64)
-    pairs = list(
-        zip(transitions(policy, rollout, "live"), transitions(policy, rollout, "ref"), strict=True)
-    )
-    for k, ((mean, std), (base, _)) in list(enumerate(pairs))[1:]:
-        for row in range(4):
-            length = float(rollout.latents.time[row, k] - rollout.latents.time[row, k + 1])
-            scale = float(std[row]) if float(std[row]) > 0 else length * math.sqrt(0.5)
-            paid[row] += (
-                DIVERGENCE[divergence](float(((mean[row] - base[row]) / scale).square().mean())) / 2
-            )
-    torch.testing.assert_close(losses[1] - losses[0], 2 * paid, atol=1e-9, rtol=1e-7)
+    for kernel in [flow_sde, ode]:
+        for divergence in DIVERGENCE:
+            with subtests.test(kernel=kernel, divergence=divergence):
+                policy, rollout = walked(sde_type=kernel)
+                losses = []
+                for kl in (0.0, 2.0):
+                    objective = Draft(last=2, kl=kl, divergence=divergence)
+                    objective.attach(toys.smooth_reward)
+                    (point,) = objective.points(policy, rollout, Rng.of(0))
+                    losses.append(objective.loss(policy, point)[:, 0])
+                assert losses[0].tolist() == pytest.approx(
+                    (-toys.smooth_reward(rollout.sample, None)).tolist(), abs=1e-9
+                )
+                paid = torch.zeros(4, dtype=torch.float64)
+                pairs = list(
+                    zip(
+                        transitions(policy, rollout, "live"),
+                        transitions(policy, rollout, "ref"),
+                        strict=True,
+                    )
+                )
+                for k, ((mean, std), (base, _)) in list(enumerate(pairs))[1:]:
+                    for row in range(4):
+                        length = float(
+                            rollout.latents.time[row, k] - rollout.latents.time[row, k + 1]
+                        )
+                        scale = float(std[row]) if float(std[row]) > 0 else length * math.sqrt(0.5)
+                        paid[row] += (
+                            DIVERGENCE[divergence](
+                                float(((mean[row] - base[row]) / scale).square().mean())
+                            )
+                            / 2
+                        )
+                torch.testing.assert_close(losses[1] - losses[0], 2 * paid, atol=1e-9, rtol=1e-7)
 
 
 @pytest.mark.parametrize("sde", [all_steps, all_but_last])

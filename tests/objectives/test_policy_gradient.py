@@ -98,17 +98,21 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(("case", "variant"), MATRIX)
-def test_the_first_step_has_ratio_one_and_the_gradient_of_reinforce(case, variant):
-    (metrics,), weights = trained(case, VARIANTS[variant])
-    _, expected = trained(case, "reinforce")
-    assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-12) and metrics["clip_fraction"] == 0
-    assert metrics["grad_norm"] > 0
-    start = setting(case, "reinforce")[0].weights.full()
-    factor = metrics["decisions"] / ROWS if variant in SUMS else 1.0
-    for name, value in weights.items():
-        step = factor * (expected[name] - start[name])
-        torch.testing.assert_close(value - start[name], step, atol=1e-10, rtol=0)
+def test_the_first_step_has_ratio_one_and_the_gradient_of_reinforce(subtests):
+    for case, variant in MATRIX:
+        with subtests.test(case=case, variant=variant):
+            (metrics,), weights = trained(case, VARIANTS[variant])
+            _, expected = trained(case, "reinforce")
+            assert (
+                metrics["ratio/mean"] == pytest.approx(1, abs=1e-12)
+                and metrics["clip_fraction"] == 0
+            )
+            assert metrics["grad_norm"] > 0
+            start = setting(case, "reinforce")[0].weights.full()
+            factor = metrics["decisions"] / ROWS if variant in SUMS else 1.0
+            for name, value in weights.items():
+                step = factor * (expected[name] - start[name])
+                torch.testing.assert_close(value - start[name], step, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["causal", "tree", "flow"])
@@ -127,56 +131,64 @@ def test_the_parabola_of_spo_pulls_a_ratio_back_that_has_gone_too_far(case):
     assert metrics[0]["ratio/mean"] != 1 and metrics[1]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "tree"])
-@pytest.mark.parametrize("surrogate", ["gspo", "gmpo", "cispo", "spo"])
-def test_micro_batches_change_nothing(case, surrogate):
+def test_micro_batches_change_nothing(subtests):
     """Also on the second step, whose ratios are not 1."""
-    runs = [
-        trained(case, surrogate, iterations=2, train_batch_size=8, micro_batch_size=micro)
-        for micro in (None, 3)
-    ]
-    (metrics, weights), (_, cut) = runs
-    assert metrics[0]["ratio/mean"] != 1
-    for name, value in weights.items():
-        torch.testing.assert_close(value, cut[name], atol=1e-10, rtol=0)
+    for case in [case for case in CASES if case != "tree"]:
+        for surrogate in ["gspo", "gmpo", "cispo", "spo"]:
+            with subtests.test(case=case, surrogate=surrogate):
+                runs = [
+                    trained(
+                        case, surrogate, iterations=2, train_batch_size=8, micro_batch_size=micro
+                    )
+                    for micro in (None, 3)
+                ]
+                (metrics, weights), (_, cut) = runs
+                assert metrics[0]["ratio/mean"] != 1
+                for name, value in weights.items():
+                    torch.testing.assert_close(value, cut[name], atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["flow", "masked", "trajectory"])
-@pytest.mark.parametrize("surrogate", SEQUENCES)
-def test_loss_and_gradient_are_those_of_whole_samples(case, surrogate):
+def test_loss_and_gradient_are_those_of_whole_samples(subtests):
     """After the weights have moved, against the surrogate of all decisions side by side."""
-    policy, objective = setting(case, surrogate)
-    policy.weights.keep("old")
-    with torch.no_grad():
-        rollout = policy.rollout(toys.prompts(2), 3, Rng.of("rollout"))
-        for parameter in policy.net.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    advantage = torch.linspace(-1, 1, len(rollout), dtype=torch.float64)[:, None]
-    rollout = rollout.replace(advantage=advantage)
-    points = list(objective.points(policy, rollout, Rng.of("points")))
-    assert len(points) > 1 and objective.couples(policy) == "rows"
-    whole = Point.cat(points)
-    with torch.no_grad():
-        ready = objective.couple(whole, objective.measure(policy, whole))
-    loss = objective.loss(policy, ready)[whole.mask].mean()
-    by_row = [
-        torch.cat(parts, 1)
-        for parts in zip(
-            *(
-                (
-                    policy.dist(p).log_prob(p.target).masked_fill(~p.mask, 0),
-                    p.logprob.masked_fill(~p.mask, 0),
-                    p.mask,
+    for case in ["flow", "masked", "trajectory"]:
+        for surrogate in SEQUENCES:
+            with subtests.test(case=case, surrogate=surrogate):
+                policy, objective = setting(case, surrogate)
+                policy.weights.keep("old")
+                with torch.no_grad():
+                    rollout = policy.rollout(toys.prompts(2), 3, Rng.of("rollout"))
+                    for parameter in policy.net.parameters():
+                        parameter.add_(0.02 * torch.randn_like(parameter))
+                advantage = torch.linspace(-1, 1, len(rollout), dtype=torch.float64)[:, None]
+                rollout = rollout.replace(advantage=advantage)
+                points = list(objective.points(policy, rollout, Rng.of("points")))
+                assert len(points) > 1 and objective.couples(policy) == "rows"
+                whole = Point.cat(points)
+                with torch.no_grad():
+                    ready = objective.couple(whole, objective.measure(policy, whole))
+                loss = objective.loss(policy, ready)[whole.mask].mean()
+                by_row = [
+                    torch.cat(parts, 1)
+                    for parts in zip(
+                        *(
+                            (
+                                policy.dist(p).log_prob(p.target).masked_fill(~p.mask, 0),
+                                p.logprob.masked_fill(~p.mask, 0),
+                                p.mask,
+                            )
+                            for p in points
+                        )
+                    )
+                ]
+                logp, old, mask = by_row
+                expected = (
+                    SURROGATES[surrogate](logp, old, advantage, mask).expand_as(mask)[mask].mean()
                 )
-                for p in points
-            )
-        )
-    ]
-    logp, old, mask = by_row
-    expected = SURROGATES[surrogate](logp, old, advantage, mask).expand_as(mask)[mask].mean()
-    torch.testing.assert_close(loss, expected, atol=1e-12, rtol=1e-9)
-    for slope, truth in zip(*(gradients(policy, x) for x in (loss, expected)), strict=True):
-        torch.testing.assert_close(slope, truth, atol=1e-12, rtol=1e-9)
+                torch.testing.assert_close(loss, expected, atol=1e-12, rtol=1e-9)
+                for slope, truth in zip(
+                    *(gradients(policy, x) for x in (loss, expected)), strict=True
+                ):
+                    torch.testing.assert_close(slope, truth, atol=1e-12, rtol=1e-9)
 
 
 def moved(case, surrogate, low=0.02):
@@ -204,25 +216,29 @@ def whole_loss(policy, objective, rollout):
     return objective.loss(policy, points)[points.mask].sum()
 
 
-@pytest.mark.parametrize("surrogate", ["ppo", "gspo"])
-@pytest.mark.parametrize("case", CASES)
-def test_parts_of_an_advantage_are_clipped_apart(case, surrogate):
+def test_parts_of_an_advantage_are_clipped_apart(subtests):
     """The loss of COPO is the sum of two, not that of the sum: they differ where it is clipped."""
-    if case == "tree" and surrogate == "gspo":
-        pytest.skip("whole samples share steps")
-    policy, objective, rollout, first, second = moved(case, surrogate)
-    together = rollout.replace(
-        advantage=first + second, advantage_parts=torch.stack([first, second], -1)
-    )
-    alone = [
-        whole_loss(policy, objective, rollout.replace(advantage=part)) for part in (first, second)
-    ]
-    loss = whole_loss(policy, objective, together)
-    torch.testing.assert_close(loss, sum(alone), atol=1e-10, rtol=1e-9)
-    for slope, truth in zip(*(gradients(policy, x) for x in (loss, sum(alone))), strict=True):
-        torch.testing.assert_close(slope, truth, atol=1e-10, rtol=1e-9)
-    blended = whole_loss(policy, objective, rollout.replace(advantage=first + second))
-    assert abs(blended - loss) > 1e-6
+    for surrogate in ["ppo", "gspo"]:
+        for case in CASES:
+            with subtests.test(surrogate=surrogate, case=case):
+                if case == "tree" and surrogate == "gspo":
+                    pytest.skip("whole samples share steps")
+                policy, objective, rollout, first, second = moved(case, surrogate)
+                together = rollout.replace(
+                    advantage=first + second, advantage_parts=torch.stack([first, second], -1)
+                )
+                alone = [
+                    whole_loss(policy, objective, rollout.replace(advantage=part))
+                    for part in (first, second)
+                ]
+                loss = whole_loss(policy, objective, together)
+                torch.testing.assert_close(loss, sum(alone), atol=1e-10, rtol=1e-9)
+                for slope, truth in zip(
+                    *(gradients(policy, x) for x in (loss, sum(alone))), strict=True
+                ):
+                    torch.testing.assert_close(slope, truth, atol=1e-10, rtol=1e-9)
+                blended = whole_loss(policy, objective, rollout.replace(advantage=first + second))
+                assert abs(blended - loss) > 1e-6
 
 
 def test_parts_of_an_advantage_by_loop():
@@ -310,26 +326,31 @@ def test_whole_samples_of_a_tree_are_refused(tmp_path):
         list(objective.points(policy, rollout, Rng.of(0)))
 
 
-@pytest.mark.parametrize("level", ["sequence", "geometric"])
-@pytest.mark.parametrize("kind", ["flow", "diffusion", "masked", "causal"])
-def test_importance_weights_are_of_whole_samples_however_many_passes_score_them(kind, level):
+def test_importance_weights_are_of_whole_samples_however_many_passes_score_them(subtests):
     """What another sampler says of every decision, by a loop over the rollout."""
-    policy = toys.make(kind)
-    rollout = policy.rollout(toys.prompts(2), 3, Rng.of("whole"))
-    gap = 0.2 * torch.randn(rollout.logprob.shape, generator=torch.Generator().manual_seed(0))
-    source = rollout.provenance.replace(sampler_logprob=rollout.logprob - gap)
-    rollout = rollout.replace(provenance=source)
-    sampling = Importance(level=level, cap=1e9)
-    seen = 0
-    for point in PolicyGradient(importance_sampling=sampling).points(policy, rollout, Rng.of(0)):
-        weight = sampling.weight(point)
-        for row, name in enumerate(point.row_id.tolist()):
-            gaps = gap[name][rollout.mask[name]].tolist()
-            total = sum(gaps) / (1 if level == "sequence" else len(gaps))
-            own = weight[row][point.mask[row]].tolist()
-            assert own == pytest.approx([math.exp(total)] * len(own), rel=1e-4)
-            seen += len(own)
-    assert seen == int(rollout.mask.sum())
+    for level in ["sequence", "geometric"]:
+        for kind in ["flow", "diffusion", "masked", "causal"]:
+            with subtests.test(level=level, kind=kind):
+                policy = toys.make(kind)
+                rollout = policy.rollout(toys.prompts(2), 3, Rng.of("whole"))
+                gap = 0.2 * torch.randn(
+                    rollout.logprob.shape, generator=torch.Generator().manual_seed(0)
+                )
+                source = rollout.provenance.replace(sampler_logprob=rollout.logprob - gap)
+                rollout = rollout.replace(provenance=source)
+                sampling = Importance(level=level, cap=1e9)
+                seen = 0
+                for point in PolicyGradient(importance_sampling=sampling).points(
+                    policy, rollout, Rng.of(0)
+                ):
+                    weight = sampling.weight(point)
+                    for row, name in enumerate(point.row_id.tolist()):
+                        gaps = gap[name][rollout.mask[name]].tolist()
+                        total = sum(gaps) / (1 if level == "sequence" else len(gaps))
+                        own = weight[row][point.mask[row]].tolist()
+                        assert own == pytest.approx([math.exp(total)] * len(own), rel=1e-4)
+                        seen += len(own)
+                assert seen == int(rollout.mask.sum())
 
 
 def test_whole_samples_in_parts_are_refused_where_tokens_are_compared():

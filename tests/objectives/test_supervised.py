@@ -209,31 +209,33 @@ def test_the_flow_loss_is_the_closed_form(family, weighting):
 # every family
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_micro_batches_and_the_order_of_rows_change_nothing(family):
-    policy, rows = make(family, double=family != "sd")
-    whole, _ = gradient(policy, rows, micro_batch_size=6)
-    parts, _ = gradient(policy, rows, micro_batch_size=1)
-    exact = family not in ("sd", "vlm", "emu3")  # parts of these compute in float32
-    assert_equal(whole, parts, 1e-9 if exact else 2e-5)
-    rollout = demonstrated(policy, SFT(), rows, RNG)
-    turned = torch.arange(len(rows)).flip(0)
-    losses = []
-    for rows_of in (rollout, rollout[turned]):
-        with torch.no_grad():
-            points = list(SFT().points(policy, rows_of, RNG))
-            losses.append(sum(SFT().loss(policy, p).double().sum(1) for p in points))
-    torch.testing.assert_close(losses[0][turned], losses[1], atol=1e-4, rtol=1e-5)
+def test_micro_batches_and_the_order_of_rows_change_nothing(subtests):
+    for family in FAMILIES:
+        with subtests.test(family=family):
+            policy, rows = make(family, double=family != "sd")
+            whole, _ = gradient(policy, rows, micro_batch_size=6)
+            parts, _ = gradient(policy, rows, micro_batch_size=1)
+            exact = family not in ("sd", "vlm", "emu3")  # parts of these compute in float32
+            assert_equal(whole, parts, 1e-9 if exact else 2e-5)
+            rollout = demonstrated(policy, SFT(), rows, RNG)
+            turned = torch.arange(len(rows)).flip(0)
+            losses = []
+            for rows_of in (rollout, rollout[turned]):
+                with torch.no_grad():
+                    points = list(SFT().points(policy, rows_of, RNG))
+                    losses.append(sum(SFT().loss(policy, p).double().sum(1) for p in points))
+            torch.testing.assert_close(losses[0][turned], losses[1], atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_held_out_loss_falls(family):
-    policy, rows = make(family)
-    trainer = trainer_of(policy, rows, SFT(num_noise_draws=4))
-    before = trainer.held_out(rows, 1)["loss"]
-    losses = [trainer.iterate()["loss"] for _ in range(5)]
-    assert trainer.held_out(rows, 1)["loss"] < before
-    assert all(loss == loss for loss in losses) and trainer.update.step == 5
+def test_the_held_out_loss_falls(subtests):
+    for family in FAMILIES:
+        with subtests.test(family=family):
+            policy, rows = make(family)
+            trainer = trainer_of(policy, rows, SFT(num_noise_draws=4))
+            before = trainer.held_out(rows, 1)["loss"]
+            losses = [trainer.iterate()["loss"] for _ in range(5)]
+            assert trainer.held_out(rows, 1)["loss"] < before
+            assert all(loss == loss for loss in losses) and trainer.update.step == 5
 
 
 @pytest.mark.parametrize("family", ["llamagen", "vlm"])
@@ -267,31 +269,37 @@ def test_it_resumes_to_the_bit(family, tmp_path):
     resumes(fresh, tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_answer_that_is_missing_is_not_trained_on(family):
-    policy, rows = make(family)
-    answers = SFT().answers(policy, rows, RNG)
-    whole = policy.demonstrate(rows, answers, RNG, score=False)
-    some = policy.demonstrate(rows, [None, *answers[1:]], RNG, score=False)
-    assert some.alive().tolist() == [False] + [True] * 5
-    assert not some.mask[0].any() and torch.equal(some.mask[1:], whole.mask[1:])
-    assert torch.equal(some.sample[1:], whole.sample[1:])
-    assert torch.equal(some.row_id, torch.arange(6)) and torch.equal(some.group, torch.arange(6))
-    none = policy.demonstrate(rows, [None] * 6, RNG, score=False)
-    assert not none.mask.any() and none.sample.shape == whole.sample.shape
-    assert policy.capabilities.decisions != "gaussian" or not whole.mask.any()
+def test_an_answer_that_is_missing_is_not_trained_on(subtests):
+    for family in FAMILIES:
+        with subtests.test(family=family):
+            policy, rows = make(family)
+            answers = SFT().answers(policy, rows, RNG)
+            whole = policy.demonstrate(rows, answers, RNG, score=False)
+            some = policy.demonstrate(rows, [None, *answers[1:]], RNG, score=False)
+            assert some.alive().tolist() == [False] + [True] * 5
+            assert not some.mask[0].any() and torch.equal(some.mask[1:], whole.mask[1:])
+            assert torch.equal(some.sample[1:], whole.sample[1:])
+            assert torch.equal(some.row_id, torch.arange(6)) and torch.equal(
+                some.group, torch.arange(6)
+            )
+            none = policy.demonstrate(rows, [None] * 6, RNG, score=False)
+            assert not none.mask.any() and none.sample.shape == whole.sample.shape
+            assert policy.capabilities.decisions != "gaussian" or not whole.mask.any()
 
 
-@pytest.mark.parametrize("family", ["causal", "llamagen", "masked_lm", "var", "vlm"])
-def test_recorded_log_probs_are_those_of_a_score(family):
-    policy, rows = make(family)
-    rollout = policy.demonstrate(rows, SFT().answers(policy, rows, RNG), RNG)
-    again = torch.zeros_like(rollout.logprob)
-    with torch.no_grad():
-        for point in policy.path(rollout):
-            again += torch.where(point.mask, policy.dist(point).log_prob(point.target), 0.0)
-    torch.testing.assert_close(again, rollout.logprob, atol=1e-5, rtol=0)
-    assert (rollout.logprob[rollout.mask] < 0).all() and rollout.provenance.is_ground_truth.all()
+def test_recorded_log_probs_are_those_of_a_score(subtests):
+    for family in ["causal", "llamagen", "masked_lm", "var", "vlm"]:
+        with subtests.test(family=family):
+            policy, rows = make(family)
+            rollout = policy.demonstrate(rows, SFT().answers(policy, rows, RNG), RNG)
+            again = torch.zeros_like(rollout.logprob)
+            with torch.no_grad():
+                for point in policy.path(rollout):
+                    again += torch.where(point.mask, policy.dist(point).log_prob(point.target), 0.0)
+            torch.testing.assert_close(again, rollout.logprob, atol=1e-5, rtol=0)
+            assert (
+                rollout.logprob[rollout.mask] < 0
+            ).all() and rollout.provenance.is_ground_truth.all()
 
 
 def test_maskgit_has_no_log_probs_of_answers_of_others():

@@ -195,18 +195,21 @@ def loss_and_gradient(trainer):
 ROWS = json.loads(Path(__file__).with_name("text_reference.json").read_text())
 
 
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("micro", [4, 3, 1])
-def test_loss_and_gradient_are_those_of_the_published_code(row, micro):
+def test_loss_and_gradient_are_those_of_the_published_code(subtests):
     """In passes of any size."""
-    case = ROWS[row]
-    loss, slope = loss_and_gradient(
-        trainer(case["preset"], case["objective"], micro_batch_size=micro, **case["train"])
-    )
-    assert loss == pytest.approx(case["loss"], abs=1.1e-6)
-    torch.testing.assert_close(
-        slope, torch.tensor(case["gradient"], dtype=torch.float64), atol=1.1e-6, rtol=0
-    )
+    for row in ROWS:
+        for micro in [4, 3, 1]:
+            with subtests.test(row=row, micro=micro):
+                case = ROWS[row]
+                loss, slope = loss_and_gradient(
+                    trainer(
+                        case["preset"], case["objective"], micro_batch_size=micro, **case["train"]
+                    )
+                )
+                assert loss == pytest.approx(case["loss"], abs=1.1e-6)
+                torch.testing.assert_close(
+                    slope, torch.tensor(case["gradient"], dtype=torch.float64), atol=1.1e-6, rtol=0
+                )
 
 
 ADVANTAGE_ROWS = {
@@ -228,15 +231,18 @@ ADVANTAGE_ROWS = {
 }
 
 
-@pytest.mark.parametrize("row", ADVANTAGE_ROWS)
-def test_advantages_are_those_of_the_published_code(row):
-    spec, published = ADVANTAGE_ROWS[row]
-    spec = presets()[spec]["advantage"] if spec in PRESETS_OF_VERL else spec
-    rollout = Recorded().rollout([{"text": "a question"}], 4, None)
-    advantage = config.build(spec, ADVANTAGES)(torch.tensor(REWARDS, dtype=torch.float64), rollout)
-    torch.testing.assert_close(
-        advantage[:, 0], torch.tensor(published, dtype=torch.float64), atol=1.1e-6, rtol=0
-    )
+def test_advantages_are_those_of_the_published_code(subtests):
+    for row in ADVANTAGE_ROWS:
+        with subtests.test(row=row):
+            spec, published = ADVANTAGE_ROWS[row]
+            spec = presets()[spec]["advantage"] if spec in PRESETS_OF_VERL else spec
+            rollout = Recorded().rollout([{"text": "a question"}], 4, None)
+            advantage = config.build(spec, ADVANTAGES)(
+                torch.tensor(REWARDS, dtype=torch.float64), rollout
+            )
+            torch.testing.assert_close(
+                advantage[:, 0], torch.tensor(published, dtype=torch.float64), atol=1.1e-6, rtol=0
+            )
 
 
 PRESETS_OF_VERL = [name for name in presets() if name.startswith("verl/")]
@@ -300,13 +306,14 @@ KLS = {
 }
 
 
-@pytest.mark.parametrize("form", KLS)
-@pytest.mark.parametrize("bounded", [False, True])
-def test_kl_estimators_are_those_of_verl(form, bounded):
-    kl = estimate(table(LOGP), table(REF), form, bounded).flatten()
-    torch.testing.assert_close(
-        kl, torch.tensor(KLS[form], dtype=torch.float64), atol=1.1e-6, rtol=0
-    )
+def test_kl_estimators_are_those_of_verl(subtests):
+    for form in KLS:
+        for bounded in [False, True]:
+            with subtests.test(form=form, bounded=bounded):
+                kl = estimate(table(LOGP), table(REF), form, bounded).flatten()
+                torch.testing.assert_close(
+                    kl, torch.tensor(KLS[form], dtype=torch.float64), atol=1.1e-6, rtol=0
+                )
 
 
 # -- presets in a configuration
@@ -321,24 +328,25 @@ train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 8, iterations
 """
 
 
-@pytest.mark.parametrize("name", presets())
-def test_every_preset_builds(name):
-    sections = filled(
-        {
-            "train": {
-                "prompts_per_iteration": 2,
-                "group_size": 4,
-                "train_batch_size": 8,
-                "iterations": 1,
-            }
-        },
-        name,
-    )
-    config.build(sections["advantage"], ADVANTAGES)
-    decisions = presets()[name]["decisions"]
-    needs = config.build(sections["objective"], OBJECTIVES).requires.decisions
-    assert needs in ("", "one pass" if decisions == "categorical" else decisions, decisions)
-    assert TrainOptions(**sections["train"]).group_size == 4
+def test_every_preset_builds(subtests):
+    for name in presets():
+        with subtests.test(name=name):
+            sections = filled(
+                {
+                    "train": {
+                        "prompts_per_iteration": 2,
+                        "group_size": 4,
+                        "train_batch_size": 8,
+                        "iterations": 1,
+                    }
+                },
+                name,
+            )
+            config.build(sections["advantage"], ADVANTAGES)
+            decisions = presets()[name]["decisions"]
+            needs = config.build(sections["objective"], OBJECTIVES).requires.decisions
+            assert needs in ("", "one pass" if decisions == "categorical" else decisions, decisions)
+            assert TrainOptions(**sections["train"]).group_size == 4
 
 
 def test_presets_are_listed_with_what_they_set_and_for_whom(capsys):
@@ -516,23 +524,30 @@ CLIPPED = {  # surrogate -> its loss for one token of ratio rho and A = 1, by th
 }
 
 
-@pytest.mark.parametrize("name", CLIPPED)
-def test_clip_higher_has_an_upper_bound_of_its_own(name):
+def test_clip_higher_has_an_upper_bound_of_its_own(subtests):
     """DAPO (Yu et al. 2025), eq. 10: A > 0 is clipped at 1 + high, A < 0 at 1 - low."""
-    for rho in (1.05, 1.15, 1.25, 1.5):
-        old = torch.tensor([[math.log(0.5)]], dtype=torch.float64)  # a token of probability 1/2
-        logp = old + math.log(rho)
-        mask = torch.ones(1, 1, dtype=torch.bool)
-        for low, high in ((0.1, 0.2), (0.2, 0.1), (0.1, None)):
-            if (name, high) == ("cispo", None):
-                continue  # verl's form has no default
-            loss = SURROGATES[name](logp, old, torch.ones(1, 1), mask, clip_low=low, clip_high=high)
-            assert loss.item() == pytest.approx(
-                CLIPPED[name](rho, low if high is None else high)
-            ), (rho, low, high)
-    fallen = SURROGATES[name](old - 1, old, -torch.ones(1, 1), mask, clip_low=0.1, clip_high=0.3)
-    bound = {"gmpo": math.exp(-0.1), "cispo": 0.9 * (math.log(0.5) - 1)}.get(name, 0.9)
-    assert fallen.item() == pytest.approx(bound)
+    for name in CLIPPED:
+        with subtests.test(name=name):
+            for rho in (1.05, 1.15, 1.25, 1.5):
+                old = torch.tensor(
+                    [[math.log(0.5)]], dtype=torch.float64
+                )  # a token of probability 1/2
+                logp = old + math.log(rho)
+                mask = torch.ones(1, 1, dtype=torch.bool)
+                for low, high in ((0.1, 0.2), (0.2, 0.1), (0.1, None)):
+                    if (name, high) == ("cispo", None):
+                        continue  # verl's form has no default
+                    loss = SURROGATES[name](
+                        logp, old, torch.ones(1, 1), mask, clip_low=low, clip_high=high
+                    )
+                    assert loss.item() == pytest.approx(
+                        CLIPPED[name](rho, low if high is None else high)
+                    ), (rho, low, high)
+            fallen = SURROGATES[name](
+                old - 1, old, -torch.ones(1, 1), mask, clip_low=0.1, clip_high=0.3
+            )
+            bound = {"gmpo": math.exp(-0.1), "cispo": 0.9 * (math.log(0.5) - 1)}.get(name, 0.9)
+            assert fallen.item() == pytest.approx(bound)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.28), (0.3, None)])

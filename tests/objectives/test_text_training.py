@@ -82,17 +82,18 @@ def text(surrogate, **options):
     return config.build({"policy_gradient": {"surrogate": surrogate, **options}}, OBJECTIVES)
 
 
-@pytest.mark.parametrize("name", SURROGATES)
-def test_every_surrogate_raises_the_reward(name):
-    built = trainer(
-        text(name),
-        train_batch_size=32,
-        micro_batch_size=None,
-        lr=3e-2,
-        loss_agg_mode="seq_mean_token_mean",
-    )
-    rewards = [built.iterate()["reward/mean"] for _ in range(8)]
-    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.15, rewards
+def test_every_surrogate_raises_the_reward(subtests):
+    for name in SURROGATES:
+        with subtests.test(name=name):
+            built = trainer(
+                text(name),
+                train_batch_size=32,
+                micro_batch_size=None,
+                lr=3e-2,
+                loss_agg_mode="seq_mean_token_mean",
+            )
+            rewards = [built.iterate()["reward/mean"] for _ in range(8)]
+            assert sum(rewards[-2:]) / 2 > rewards[0] + 0.15, rewards
 
 
 CASES = {
@@ -113,67 +114,72 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_micro_batches_change_nothing_in_a_whole_run(case):
-    runs = []
-    for micro in (9, 32):
-        built = trainer(
-            CASES[case], micro_batch_size=micro, loss_agg_mode="seq_mean_token_mean_all"
-        )
-        runs.append(
-            ([built.iterate()["reward/mean"] for _ in range(2)], built.policy.weights.full())
-        )
-    (rewards, weights), (rewards_cut, same) = runs
-    assert rewards == pytest.approx(rewards_cut, abs=1e-10)
-    for name, value in weights.items():
-        torch.testing.assert_close(value, same[name], atol=1e-9, rtol=0)
+def test_micro_batches_change_nothing_in_a_whole_run(subtests):
+    for case in CASES:
+        with subtests.test(case=case):
+            runs = []
+            for micro in (9, 32):
+                built = trainer(
+                    CASES[case], micro_batch_size=micro, loss_agg_mode="seq_mean_token_mean_all"
+                )
+                runs.append(
+                    (
+                        [built.iterate()["reward/mean"] for _ in range(2)],
+                        built.policy.weights.full(),
+                    )
+                )
+            (rewards, weights), (rewards_cut, same) = runs
+            assert rewards == pytest.approx(rewards_cut, abs=1e-10)
+            for name, value in weights.items():
+                torch.testing.assert_close(value, same[name], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_first_ratio_is_one(case):
-    metrics = trainer(CASES[case], train_batch_size=64).iterate()
-    assert metrics["ratio/max_deviation"] < 1e-12 and metrics["grad_norm"] > 0
-    assert metrics.get("clip_fraction", 0.0) == 0.0 and metrics.get("kl", 0.0) == pytest.approx(
-        0.0, abs=1e-12
-    )
-    assert (
-        metrics["answer/min"] >= 1 and metrics["answer/max"] == 6 and 0 < metrics["answer/cut"] < 1
-    )
-    assert 0 < metrics.get("entropy", 1.0) < math.log(5)
+def test_the_first_ratio_is_one(subtests):
+    for case in CASES:
+        with subtests.test(case=case):
+            metrics = trainer(CASES[case], train_batch_size=64).iterate()
+            assert metrics["ratio/max_deviation"] < 1e-12 and metrics["grad_norm"] > 0
+            assert metrics.get("clip_fraction", 0.0) == 0.0 and metrics.get(
+                "kl", 0.0
+            ) == pytest.approx(0.0, abs=1e-12)
+            assert (
+                metrics["answer/min"] >= 1
+                and metrics["answer/max"] == 6
+                and 0 < metrics["answer/cut"] < 1
+            )
+            assert 0 < metrics.get("entropy", 1.0) < math.log(5)
 
 
-@pytest.mark.parametrize(
-    "reduction",
-    [
+def test_the_reductions_by_hand(subtests):
+    """REINFORCE's loss on the first step, mean by mean."""
+    for reduction in [
         "token_mean",
         "seq_mean_token_mean",
         "seq_mean_token_mean_all",
         "seq_mean_token_sum_norm",
         "token_sum",
-    ],
-)
-def test_the_reductions_by_hand(reduction):
-    """REINFORCE's loss on the first step, mean by mean."""
-    built = trainer(
-        text("reinforce"),
-        train_batch_size=64,
-        loss_agg_mode=reduction,
-        loss_denominator=10,
-        mask_truncated_completions=True,
-    )
-    rollout = built.collect().rollout
-    loss = (-rollout.advantage * rollout.logprob * rollout.mask).sum(1)
-    count = rollout.mask.sum(1)
-    rows = len(rollout)
-    assert 0 < (count == 0).sum() < rows, "some answers were cut off"
-    expected = {
-        "token_mean": loss.sum() / count.sum(),
-        "seq_mean_token_mean": (loss / count.clamp_min(1)).sum() / (count > 0).sum(),
-        "seq_mean_token_mean_all": (loss / count.clamp_min(1)).sum() / rows,
-        "seq_mean_token_sum_norm": loss.sum() / 10 / rows,
-        "token_sum": loss.sum() / 10,
-    }
-    assert built.iterate()["loss"] == pytest.approx(float(expected[reduction]), abs=1e-7)
+    ]:
+        with subtests.test(reduction=reduction):
+            built = trainer(
+                text("reinforce"),
+                train_batch_size=64,
+                loss_agg_mode=reduction,
+                loss_denominator=10,
+                mask_truncated_completions=True,
+            )
+            rollout = built.collect().rollout
+            loss = (-rollout.advantage * rollout.logprob * rollout.mask).sum(1)
+            count = rollout.mask.sum(1)
+            rows = len(rollout)
+            assert 0 < (count == 0).sum() < rows, "some answers were cut off"
+            expected = {
+                "token_mean": loss.sum() / count.sum(),
+                "seq_mean_token_mean": (loss / count.clamp_min(1)).sum() / (count > 0).sum(),
+                "seq_mean_token_mean_all": (loss / count.clamp_min(1)).sum() / rows,
+                "seq_mean_token_sum_norm": loss.sum() / 10 / rows,
+                "token_sum": loss.sum() / 10,
+            }
+            assert built.iterate()["loss"] == pytest.approx(float(expected[reduction]), abs=1e-7)
 
 
 def test_nothing_but_cut_off_answers_is_a_step_left_out():
@@ -537,34 +543,41 @@ def by_hand(name, ratio, advantage):
     )
 
 
-@pytest.mark.parametrize("name", ["gvpo", "reg_grpo", "real"])
-@pytest.mark.parametrize("micro", [5, 32])
-def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
-    from samplers.noise import Rng
+def test_losses_of_groups_and_their_gradients_by_hand(subtests):
+    for name in ["gvpo", "reg_grpo", "real"]:
+        for micro in [5, 32]:
+            with subtests.test(name=name, micro=micro):
+                from samplers.noise import Rng
 
-    built = trainer(
-        CASES[name],
-        train_batch_size=64,
-        micro_batch_size=micro,
-        loss_agg_mode="seq_mean_token_mean",
-    )
-    batch = built.collect()
-    rollout = batch.rollout
-    built.iterate()  # away from the weights that sampled
-    point = next(iter(built.policy.path(rollout)))
-    gap = (built.policy.dist(point).log_prob(point.target) - rollout.logprob) * rollout.mask
-    ratio = gap.sum(1) / (rollout.mask.sum(1) if name == "real" else 1)
-    groups = [rollout.group == g for g in range(8)]
-    loss = (
-        sum(by_hand(name, ratio[members], rollout.advantage[members, 0]) for members in groups) / 8
-    )
-    slopes = torch.autograd.grad(loss, list(built.policy.net.parameters()))
-    built.update._descend = lambda meter: True
-    meter = Meter()
-    assert built.update.improve(batch, rollout, Rng.of("step"), False, meter)
-    assert meter.mean("loss") == pytest.approx(float(loss.detach()), abs=1e-6)
-    for parameter, expected in zip(built.policy.net.parameters(), slopes, strict=True):
-        torch.testing.assert_close(parameter.grad, expected, atol=1e-6, rtol=1e-5)
+                built = trainer(
+                    CASES[name],
+                    train_batch_size=64,
+                    micro_batch_size=micro,
+                    loss_agg_mode="seq_mean_token_mean",
+                )
+                batch = built.collect()
+                rollout = batch.rollout
+                built.iterate()  # away from the weights that sampled
+                point = next(iter(built.policy.path(rollout)))
+                gap = (
+                    built.policy.dist(point).log_prob(point.target) - rollout.logprob
+                ) * rollout.mask
+                ratio = gap.sum(1) / (rollout.mask.sum(1) if name == "real" else 1)
+                groups = [rollout.group == g for g in range(8)]
+                loss = (
+                    sum(
+                        by_hand(name, ratio[members], rollout.advantage[members, 0])
+                        for members in groups
+                    )
+                    / 8
+                )
+                slopes = torch.autograd.grad(loss, list(built.policy.net.parameters()))
+                built.update._descend = lambda meter: True
+                meter = Meter()
+                assert built.update.improve(batch, rollout, Rng.of("step"), False, meter)
+                assert meter.mean("loss") == pytest.approx(float(loss.detach()), abs=1e-6)
+                for parameter, expected in zip(built.policy.net.parameters(), slopes, strict=True):
+                    torch.testing.assert_close(parameter.grad, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_the_weight_of_the_kl_goes_along_a_line():

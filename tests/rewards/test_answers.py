@@ -37,16 +37,19 @@ def test_the_table_is_large():
     assert len(ROWS) >= 400 and len({(r, str(p), t) for r, p, _, t in ROWS}) == len(ROWS)
 
 
-@pytest.mark.parametrize("name", sorted({reward for reward, *_ in ROWS}))
-def test_answers_are_read_as_a_careful_person_would(name):
-    mine = [(prompt, score, text) for reward, prompt, score, text in ROWS if reward == name]
-    scores = REWARDS.build(name)([text for *_, text in mine], [p for p, *_ in mine]).tolist()
-    wrong = [
-        f"{text!r} for {prompt}: {score:g}, a reader says {right:g}"
-        for (prompt, right, text), score in zip(mine, scores)
-        if score != pytest.approx(right, nan_ok=True)
-    ]
-    assert not wrong, "\n".join(wrong)
+def test_answers_are_read_as_a_careful_person_would(subtests):
+    for name in sorted({reward for reward, *_ in ROWS}):
+        with subtests.test(name=name):
+            mine = [(prompt, score, text) for reward, prompt, score, text in ROWS if reward == name]
+            scores = REWARDS.build(name)(
+                [text for *_, text in mine], [p for p, *_ in mine]
+            ).tolist()
+            wrong = [
+                f"{text!r} for {prompt}: {score:g}, a reader says {right:g}"
+                for (prompt, right, text), score in zip(mine, scores)
+                if score != pytest.approx(right, nan_ok=True)
+            ]
+            assert not wrong, "\n".join(wrong)
 
 
 # ---------------------------------------------------------------- numbers in every notation
@@ -126,12 +129,15 @@ def test_fractions_read_back(above, below, whole):
         assert value is not None and value.equals(right), text
 
 
-@pytest.mark.parametrize("locale", "en de fr it es pt_BR ru de_CH hi ja pl nl sv cs en_IN".split())
-def test_separators_of_locales_read_back_where_they_mean_one_thing(locale):
-    format_decimal = pytest.importorskip("babel.numbers").format_decimal
-    for n in (12.34, 1234.56, -98765.43, 1234567, 1234567.89, 0.125, 7, 42.5):
-        value = quantity(format_decimal(n, locale=locale)).value
-        assert value is not None and value.equals(Quantity(n)), format_decimal(n, locale=locale)
+def test_separators_of_locales_read_back_where_they_mean_one_thing(subtests):
+    for locale in "en de fr it es pt_BR ru de_CH hi ja pl nl sv cs en_IN".split():
+        with subtests.test(locale=locale):
+            format_decimal = pytest.importorskip("babel.numbers").format_decimal
+            for n in (12.34, 1234.56, -98765.43, 1234567, 1234567.89, 0.125, 7, 42.5):
+                value = quantity(format_decimal(n, locale=locale)).value
+                assert value is not None and value.equals(Quantity(n)), format_decimal(
+                    n, locale=locale
+                )
 
 
 def test_units_are_those_of_physics():
@@ -180,15 +186,17 @@ VQA = {
 }
 
 
-@pytest.mark.parametrize("text", VQA)
-def test_vqa_evens_out_what_the_published_evaluations_do(text):
-    assert (vqa_words(text), textvqa_words(text)) == VQA[text]
+def test_vqa_evens_out_what_the_published_evaluations_do(subtests):
+    for text in VQA:
+        with subtests.test(text=text):
+            assert (vqa_words(text), textvqa_words(text)) == VQA[text]
 
 
-@pytest.mark.parametrize("text", ["-5", "2!", "A-", "3-5", "1/2", "x-1", "x+1", "<5", "C++"])
-def test_vqa_keeps_signs_that_the_published_evaluations_lose(text):
-    without = "".join(letter for letter in text if letter.isalnum() or letter in " .")
-    assert vqa_key(text) != vqa_key(without)
+def test_vqa_keeps_signs_that_the_published_evaluations_lose(subtests):
+    for text in ["-5", "2!", "A-", "3-5", "1/2", "x-1", "x+1", "<5", "C++"]:
+        with subtests.test(text=text):
+            without = "".join(letter for letter in text if letter.isalnum() or letter in " .")
+            assert vqa_key(text) != vqa_key(without)
 
 
 def test_what_a_choice_names_does_not_depend_on_the_wrapping():
@@ -254,9 +262,8 @@ def test_answers_that_take_too_long_are_counted_and_said(monkeypatch, caplog):
     assert "took more than" in caplog.text and caplog.text.count("reward maths") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "explosive"),
-    [
+def test_powers_that_explode_are_seen_in_the_tree(subtests):
+    for text, explosive in [
         ("3^{100*100*100*100}", True),
         ("9^{9^{9}}", True),
         ("2**3**4**5", True),
@@ -265,10 +272,9 @@ def test_answers_that_take_too_long_are_counted_and_said(monkeypatch, caplog):
         ("2^{3^{4}}", False),
         ("(x+1)^{999}", False),
         ("10^{400}", False),
-    ],
-)
-def test_powers_that_explode_are_seen_in_the_tree(text, explosive):
-    assert formulas.explodes(text) is explosive
+    ]:
+        with subtests.test(text=text, explosive=explosive):
+            assert formulas.explodes(text) is explosive
 
 
 def test_values_one_behind_the_other_are_read_without_repair(monkeypatch):

@@ -55,68 +55,73 @@ def test_iou_equals_pycocotools():
     assert np.allclose(geometry.iou(a, b), iou(*corners, [0] * 30), atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_assignment_is_the_best_of_all_and_no_worse_than_greedy(seed):
-    a = random_boxes(2 + seed % 4, seed)
-    b = random_boxes(5 - seed % 3, 100 + seed)
-    scores = geometry.iou(a, b)
-    total = sum(scores[pair] for pair in geometry.assign(scores))
-    wide = scores if scores.shape[0] <= scores.shape[1] else scores.T
-    ways = itertools.permutations(range(wide.shape[1]), wide.shape[0])
-    assert total == pytest.approx(max(sum(wide[i, j] for i, j in enumerate(way)) for way in ways))
-    for greedy in (
-        geometry.take_largest(scores, 1e-12),
-        geometry.take_in_order(scores, list(range(len(a))), 0),
-    ):
-        assert total >= sum(scores[pair] for pair in greedy) - 1e-12
+def test_assignment_is_the_best_of_all_and_no_worse_than_greedy(subtests):
+    for seed in range(12):
+        with subtests.test(seed=seed):
+            a = random_boxes(2 + seed % 4, seed)
+            b = random_boxes(5 - seed % 3, 100 + seed)
+            scores = geometry.iou(a, b)
+            total = sum(scores[pair] for pair in geometry.assign(scores))
+            wide = scores if scores.shape[0] <= scores.shape[1] else scores.T
+            ways = itertools.permutations(range(wide.shape[1]), wide.shape[0])
+            assert total == pytest.approx(
+                max(sum(wide[i, j] for i, j in enumerate(way)) for way in ways)
+            )
+            for greedy in (
+                geometry.take_largest(scores, 1e-12),
+                geometry.take_in_order(scores, list(range(len(a))), 0),
+            ):
+                assert total >= sum(scores[pair] for pair in greedy) - 1e-12
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_average_precision_equals_coco(seed):
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
+def test_average_precision_equals_coco(subtests):
+    for seed in range(20):
+        with subtests.test(seed=seed):
+            from pycocotools.coco import COCO
+            from pycocotools.cocoeval import COCOeval
 
-    rng = np.random.default_rng(seed)
-    right = random_boxes(1 + seed % 5, seed)
-    predicted = np.concatenate(
-        [right + rng.normal(0, 3, right.shape), random_boxes(seed % 4, seed + 50)]
-    )
-    predicted[:, 2:] = np.maximum(predicted[:, 2:], predicted[:, :2] + 0.5)
-    confidence = rng.permutation(len(predicted)) / len(predicted)
+            rng = np.random.default_rng(seed)
+            right = random_boxes(1 + seed % 5, seed)
+            predicted = np.concatenate(
+                [right + rng.normal(0, 3, right.shape), random_boxes(seed % 4, seed + 50)]
+            )
+            predicted[:, 2:] = np.maximum(predicted[:, 2:], predicted[:, :2] + 0.5)
+            confidence = rng.permutation(len(predicted)) / len(predicted)
 
-    def record(i, box, **more):
-        size = [box[2] - box[0], box[3] - box[1]]
-        return {
-            "id": i + 1,
-            "image_id": 1,
-            "category_id": 1,
-            "bbox": [*box[:2], *size],
-            "area": size[0] * size[1],
-        } | more
+            def record(i, box, **more):
+                size = [box[2] - box[0], box[3] - box[1]]
+                return {
+                    "id": i + 1,
+                    "image_id": 1,
+                    "category_id": 1,
+                    "bbox": [*box[:2], *size],
+                    "area": size[0] * size[1],
+                } | more
 
-    truth = COCO()
-    guess = COCO()
-    with contextlib.redirect_stdout(io.StringIO()):
-        for coco, rows, scores in ((truth, right, None), (guess, predicted, confidence)):
-            extras = [
-                {"iscrowd": 0} | ({} if scores is None else {"score": float(scores[i])})
-                for i in range(len(rows))
-            ]
-            coco.dataset = {
-                "images": [{"id": 1}],
-                "categories": [{"id": 1}],
-                "annotations": [
-                    record(i, list(map(float, box)), **extras[i]) for i, box in enumerate(rows)
-                ],
-            }
-            coco.createIndex()
-        judge = COCOeval(truth, guess, "bbox")
-        judge.evaluate()
-        judge.accumulate()
-    theirs = judge.eval["precision"][:, :, 0, 0, 2].mean(1)  # [thresholds]
-    scores = geometry.iou(predicted, right)
-    ours = [geometry.average_precision(scores, confidence, t) for t in geometry.THRESHOLDS]
-    assert np.allclose(ours, theirs, atol=1e-9)
+            truth = COCO()
+            guess = COCO()
+            with contextlib.redirect_stdout(io.StringIO()):
+                for coco, rows, scores in ((truth, right, None), (guess, predicted, confidence)):
+                    extras = [
+                        {"iscrowd": 0} | ({} if scores is None else {"score": float(scores[i])})
+                        for i in range(len(rows))
+                    ]
+                    coco.dataset = {
+                        "images": [{"id": 1}],
+                        "categories": [{"id": 1}],
+                        "annotations": [
+                            record(i, list(map(float, box)), **extras[i])
+                            for i, box in enumerate(rows)
+                        ],
+                    }
+                    coco.createIndex()
+                judge = COCOeval(truth, guess, "bbox")
+                judge.evaluate()
+                judge.accumulate()
+            theirs = judge.eval["precision"][:, :, 0, 0, 2].mean(1)  # [thresholds]
+            scores = geometry.iou(predicted, right)
+            ours = [geometry.average_precision(scores, confidence, t) for t in geometry.THRESHOLDS]
+            assert np.allclose(ours, theirs, atol=1e-9)
 
 
 def test_inverted_and_empty_boxes_meet_nothing_and_equal_ones_have_exactly_one():
@@ -218,12 +223,16 @@ def test_unknown_sizes_are_the_prompts_fault_and_pil_images_know_theirs():
     assert Grounding()([said([[100, 200, 300, 400]])], [known]).item() == 1
 
 
-@pytest.mark.parametrize(
-    "boxes",
-    [[[3, 2, 1, 4]], [[1, 2, 3]], [["a", 1, 2, 3]], [[0, 0, float("nan"), 1]], [[1, 1, 1, 2]]],
-)
-def test_broken_right_boxes_are_nan(boxes):
-    assert Grounding()([said([[1, 2, 3, 4]])], [{"boxes": boxes}]).isnan().all()
+def test_broken_right_boxes_are_nan(subtests):
+    for boxes in [
+        [[3, 2, 1, 4]],
+        [[1, 2, 3]],
+        [["a", 1, 2, 3]],
+        [[0, 0, float("nan"), 1]],
+        [[1, 1, 1, 2]],
+    ]:
+        with subtests.test(boxes=boxes):
+            assert Grounding()([said([[1, 2, 3, 4]])], [{"boxes": boxes}]).isnan().all()
 
 
 def test_both_empty_is_one_and_one_empty_is_zero():

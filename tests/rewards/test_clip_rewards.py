@@ -79,17 +79,20 @@ def test_clip_score_is_what_open_clip_computes(tiny_clip, size):
     torch.testing.assert_close(tensor, 100 * expected, rtol=0, atol=0.2)
 
 
-@pytest.mark.parametrize("size", [(32, 32), (64, 64), (45, 80), (81, 33), (16, 24)])
-def test_tensor_preprocessing_is_torchvisions(size):
-    from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
+def test_tensor_preprocessing_is_torchvisions(subtests):
+    for size in [(32, 32), (64, 64), (45, 80), (81, 33), (16, 24)]:
+        with subtests.test(size=size):
+            from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
-    media = 0.4 + 0.2 * pictures(2, *size)  # far from 0 and 1: no overshoot to clamp
-    for name, mode in (
-        ("bicubic", InterpolationMode.BICUBIC),
-        ("bilinear", InterpolationMode.BILINEAR),
-    ):
-        expected = Compose([Resize(32, mode), CenterCrop((32, 32))])(media)
-        torch.testing.assert_close(resize_and_crop(media, (32, 32), "shortest", name), expected)
+            media = 0.4 + 0.2 * pictures(2, *size)  # far from 0 and 1: no overshoot to clamp
+            for name, mode in (
+                ("bicubic", InterpolationMode.BICUBIC),
+                ("bilinear", InterpolationMode.BILINEAR),
+            ):
+                expected = Compose([Resize(32, mode), CenterCrop((32, 32))])(media)
+                torch.testing.assert_close(
+                    resize_and_crop(media, (32, 32), "shortest", name), expected
+                )
 
 
 @pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])

@@ -3,7 +3,6 @@ move."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import partial
 
@@ -13,16 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.advantages import dr_grpo
-from mmrl.advantages.group import group
 from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Completion, Rewards
 from mmrl.scoring import Handling, Scorer
-from mmrl.zoo.advantages import reinforce, temporal
+from mmrl.zoo.advantages import temporal
 from mmrl.zoo.advantages.online import MaxMin, Running
 from rewards import (
-    KeySteps,
     answer_frequency,
     bounded,
     by_task,
@@ -69,19 +66,6 @@ def test_the_extra_reward_counts_above_the_gate_only(main, extra, above):
     rewards = run(gate(gives(main), gives(extra), above=above, weight=0.5))
     for r, m, e in zip(rewards.tolist(), main, extra, strict=True):
         assert r == pytest.approx(m + 0.5 * e if m >= above else m, abs=1e-5)
-
-
-def test_a_gate_asks_for_what_both_its_parts_need():
-    @card(media="image", needs="depth")
-    def deep(media, prompts):
-        return media.flatten(1).mean(1)
-
-    @card(media="image", needs="mask")
-    def masked(media, prompts):
-        return media.flatten(1).mean(1)
-
-    assert set(card_of(gate(deep, masked, above=0.5)).needs) == {"depth", "mask"}
-    assert gate(deep, masked, above=0.5).weight == 1
 
 
 @quick
@@ -151,21 +135,6 @@ def test_delta_is_between_steps_that_have_a_reward():
     )
 
 
-def test_delta_on_the_steps_of_a_real_reward():
-    """Key steps are paid at the tokens that complete them; between them there is nothing to compare
-    with."""
-    text = "<think>we count two, then one more</think><answer>3</answer>"
-    parts = [text[: i + 1] for i in range(len(text))]
-    answer = Completion(text, len(text), True, -0.1, limit=len(text) + 5, spell=lambda: parts)
-    prompt = {"answer": 3, "key_steps": ["two", "one more"]}
-    reward = KeySteps(answer=0.2, each=True)
-    plain = reward([answer], [prompt])[0]
-    rewards = bounded(reward, delta=True)([answer], [prompt])[0]
-    paid = ~plain.isnan()
-    assert torch.equal(~rewards.isnan(), paid) and int(paid.sum()) == 3
-    torch.testing.assert_close(rewards[paid], torch.tensor([0.0, 0.4, 0.0]), atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize(("fp", "fn"), [(0.0, 0.0), (0.1, 0.0), (0.05, 0.3), (0.4, 0.5)])
 def test_noisy_verifiers_are_right_on_average(fp, fn):
     for truth in (0.0, 1.0):
@@ -179,45 +148,6 @@ def test_noisy_verifiers_are_right_on_average(fp, fn):
         )
         assert backward == pytest.approx(truth, abs=1e-5)
         assert forward == pytest.approx((1 - fp - fn) * (truth - 1), abs=1e-5)
-
-
-def expected_gradient(fp, fn, how, advantage):
-    """E[A d log p(answer) / dp] over all outcomes of two answers, right with probability p, and of
-    the verifier."""
-    p = 0.3
-    total = 0.0
-    for truth in itertools.product([0.0, 1.0], repeat=2):
-        for verdicts in itertools.product([0.0, 1.0], repeat=2):
-            chance = 1.0
-            for t, s in zip(truth, verdicts, strict=True):
-                accepted = 1 - fn if t else fp
-                chance *= (p if t else 1 - p) * (accepted if s else 1 - accepted)
-            reward = noisy(gives(list(verdicts)), fp, fn, how=how)(MEDIA[:2], PROMPTS[:2])
-            score = torch.tensor([1 / p if t else -1 / (1 - p) for t in truth])
-            total += chance * float((advantage(reward, rollout([0, 0]))[:, 0] * score).mean())
-    return total
-
-
-@pytest.mark.parametrize(("fp", "fn"), [(0.1, 0.0), (0.05, 0.3), (0.4, 0.5)])
-def test_the_forward_correction_needs_an_advantage_without_a_baseline(fp, fn):
-    """The true gradient of E[r] = p is 1; forward gives (1 - fp - fn) of it. Under a baseline it is
-    no correction."""
-    assert expected_gradient(fp, fn, "forward", reinforce) == pytest.approx(1 - fp - fn, abs=1e-5)
-    assert expected_gradient(fp, fn, "backward", reinforce) == pytest.approx(1, abs=1e-5)
-    verdicts = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    forward = noisy(gives(verdicts.tolist()), fp, fn, how="forward")(MEDIA[:4], PROMPTS[:4])
-    assert forward.unique().tolist() == pytest.approx([fn - 1, fn])
-    for advantage in (dr_grpo, group):
-        torch.testing.assert_close(
-            advantage(forward, rollout([0] * 4)), advantage(verdicts, rollout([0] * 4))
-        )
-    backward = noisy(gives(verdicts.tolist()), fp, fn)(MEDIA[:4], PROMPTS[:4])
-    torch.testing.assert_close(
-        dr_grpo(backward, rollout([0] * 4)),
-        dr_grpo(verdicts, rollout([0] * 4)) / (1 - fp - fn),
-        atol=1e-4,
-        rtol=0,
-    )
 
 
 def test_a_missing_part_is_missing_in_the_whole():
@@ -424,14 +354,6 @@ def test_self_certainty_is_what_was_recorded():
         self_certainty(texts[1:], [{}] * 2)
 
 
-def test_votes_go_through_the_scorer():
-    scorer = Scorer({"vote": majority_vote, "rate": answer_frequency})
-    shuffled = [0, 3, 1, 4, 2, 5]
-    prompts = [{"text": "ab"[i // 3]} for i in shuffled]
-    scores = scorer([TEXTS[i] for i in shuffled], prompts, [i // 3 for i in shuffled])
-    assert scores["vote"].tolist() == [majority_vote(TEXTS, TWO)[i] for i in shuffled]
-
-
 # --------------------------------------------------------------------------------------------------
 # diversity
 
@@ -486,57 +408,6 @@ def test_diversity_aware_rewards_are_their_formulas():
 ROWS = rollout([0, 0, 0, 1, 1, 1])
 LOW = torch.tensor([0.1, 0.2, 0.3, 0.0, 0.1, 0.1])
 HIGH = torch.tensor([0.9, 0.7, 0.8, 1.0, 0.9, 0.6])
-
-
-def test_the_worst_off_reward_is_trained_on():
-    advantages = MaxMin()(Rewards({"low": LOW, "high": HIGH}), ROWS)
-    torch.testing.assert_close(advantages, group(LOW, ROWS))
-    torch.testing.assert_close(
-        MaxMin()(Rewards({"low": LOW, "high": HIGH}, {"high": 0.01}), ROWS),
-        group(0.01 * HIGH, ROWS),
-    )
-
-
-def test_weights_drift_to_the_worst_off_and_are_saved():
-    rewards = Rewards({"low": LOW, "high": HIGH})
-    soft = MaxMin(rate=0.5)
-    soft(rewards, ROWS)
-    share = 1 / (1 + math.exp(-0.5 * float(HIGH.mean() - LOW.mean())))
-    torch.testing.assert_close(soft(rewards, ROWS).shape, torch.Size([6, 1]))
-    again = MaxMin(rate=0.5)
-    advantages = again(rewards, ROWS)
-    torch.testing.assert_close(
-        advantages, group(share * LOW.double() + (1 - share) * HIGH.double(), ROWS).float()
-    )
-    state = again.state_dict()
-    fresh = MaxMin(rate=0.5)
-    fresh.load_state_dict(state)
-    torch.testing.assert_close(fresh(rewards, ROWS), again(rewards, ROWS), rtol=0, atol=0)
-    for _ in range(200):
-        advantages = soft(rewards, ROWS)
-    torch.testing.assert_close(advantages, group(LOW, ROWS), atol=1e-4, rtol=0)
-
-
-def test_running_scales_do_not_depend_on_units():
-    running = Running(decay=0.5)
-    rescaled = Running(decay=0.5)
-    for step in range(3):
-        a = LOW * (1 + step)
-        b = HIGH.sin()
-        advantages = running(Rewards({"a": a, "b": b}), ROWS)
-        torch.testing.assert_close(
-            advantages, rescaled(Rewards({"a": 1000 * a + 7, "b": b}), ROWS), atol=2e-4, rtol=0
-        )
-    fresh = Running(decay=0.5)
-    fresh.load_state_dict(running.state_dict())
-    rewards = Rewards({"a": LOW, "b": HIGH})
-    torch.testing.assert_close(fresh(rewards, ROWS), running(rewards, ROWS), rtol=0, atol=0)
-    alone = Running(decay=0.0)(Rewards({"a": LOW, "b": HIGH}), ROWS)
-    z = [
-        (x.double() - x.double().mean()) / (x.double().std(correction=0) + 1e-6)
-        for x in (LOW, HIGH)
-    ]
-    torch.testing.assert_close(alone, group(z[0] + z[1], ROWS).float())
 
 
 WORDS = ROWS.replace(mask=torch.ones(6, 3, dtype=torch.bool), logprob=torch.zeros(6, 3))

@@ -130,21 +130,19 @@ def test_relations_follow_the_published_thresholds():
         assert relations(3 * first, 3 * second) == relations(first, second)
 
 
-@pytest.mark.parametrize(
-    "cats, wanted, partial, strict, benchmark",
-    [
+def test_counts(subtests):
+    for cats, wanted, partial, strict, benchmark in [
         (2, 2, 1.0, True, True),
         (3, 2, 0.5, False, True),
         (1, 2, 0.5, False, False),
         (0, 1, 0.0, False, False),
         (5, 1, -3.0, False, True),
-    ],
-)
-def test_counts(cats, wanted, partial, strict, benchmark):
-    objects = seen(cat=[at(20 * i, 0) for i in range(cats)])
-    prompt = {"include": [entry("cat", wanted)]}
-    assert training(objects, prompt, always("red")) == (strict, partial)
-    assert published(objects, prompt, always("red")) is benchmark
+    ]:
+        with subtests.test(cats=cats, wanted=wanted):
+            objects = seen(cat=[at(20 * i, 0) for i in range(cats)])
+            prompt = {"include": [entry("cat", wanted)]}
+            assert training(objects, prompt, always("red")) == (strict, partial)
+            assert published(objects, prompt, always("red")) is benchmark
 
 
 def test_colours_and_what_a_wrong_count_makes_pointless():

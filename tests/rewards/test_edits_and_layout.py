@@ -83,9 +83,8 @@ def test_the_layout_of_texts_by_hand():
     assert overlap(left, right) == 0.0 and overlap(left, left) == 1.0
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
+def test_a_layout_that_is_none_is_refused(subtests):
+    for layout in [
         None,
         [],
         "OPEN",
@@ -94,12 +93,13 @@ def test_the_layout_of_texts_by_hand():
         [{"text": "a", "box": [0.5, 0, 0.2, 1]}],
         [{"text": "a", "box": "0011"}],
         [3],
-    ],
-)
-def test_a_layout_that_is_none_is_refused(layout):
-    pytest.importorskip("rapidocr_onnxruntime")
-    with pytest.raises(UserError, match="'ocr_layout' needs under 'layout'"):
-        ocr_layout(threads=1, side=32)(torch.zeros(1, 3, 8, 8), [{"text": "a", "layout": layout}])
+    ]:
+        with subtests.test(layout=layout):
+            pytest.importorskip("rapidocr_onnxruntime")
+            with pytest.raises(UserError, match="'ocr_layout' needs under 'layout'"):
+                ocr_layout(threads=1, side=32)(
+                    torch.zeros(1, 3, 8, 8), [{"text": "a", "layout": layout}]
+                )
 
 
 def test_the_engine_reads_lines_at_their_places():

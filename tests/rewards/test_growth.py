@@ -147,38 +147,43 @@ def guilty(name: str, wrap: str, pieces=PIECES, long: int = LONG, **options: str
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_twice_as_long_an_answer_takes_no_more_than_its_share(name, without_processes):
-    assert not guilty(name, "{}")
+def test_twice_as_long_an_answer_takes_no_more_than_its_share(without_processes, subtests):
+    for name in NAMES:
+        with subtests.test(name=name):
+            assert not guilty(name, "{}")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_so_does_one_so_short_that_all_rules_look_at_it(name, without_processes):
-    assert not guilty(name, "{}", long=SHORT)
+def test_so_does_one_so_short_that_all_rules_look_at_it(without_processes, subtests):
+    for name in NAMES:
+        with subtests.test(name=name):
+            assert not guilty(name, "{}", long=SHORT)
 
 
-@pytest.mark.parametrize("wrap", ["{}", *WRAPS[4:]])
-@pytest.mark.parametrize(("name", "options"), VARIANTS[:3])
-def test_so_does_the_form_of_a_text(name, options, wrap):
-    assert not guilty(name, wrap, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), VARIANTS[3:])
-def test_so_does_one_with_other_options(name, options, without_processes):
-    assert not guilty(name, "{}", **options)
+def test_so_does_the_form_of_a_text(subtests):
+    for wrap in ["{}", *WRAPS[4:]]:
+        for name, options in VARIANTS[:3]:
+            with subtests.test(wrap=wrap, name=name, options=options):
+                assert not guilty(name, wrap, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", WRAPS[1:])
-@pytest.mark.parametrize("name", NAMES)
-def test_so_does_one_in_tags(name, wrap, without_processes):
+def test_so_does_one_with_other_options(without_processes, subtests):
+    for name, options in VARIANTS[3:]:
+        with subtests.test(name=name, options=options):
+            assert not guilty(name, "{}", **options)
+
+
+@pytest.mark.slow
+def test_so_does_one_in_tags(without_processes, subtests):
     """Every piece in every pair of tags, and every reward in all of them: tags are taken off by
     what all share, so a piece in tags is tried with a sixth of the rewards."""
-    others = len(WRAPS) - 1
-    assert not guilty(
-        name, wrap, PIECES[(NAMES.index(name) + WRAPS.index(wrap)) % others :: others]
-    )
+    for wrap in WRAPS[1:]:
+        for name in NAMES:
+            with subtests.test(wrap=wrap, name=name):
+                others = len(WRAPS) - 1
+                assert not guilty(
+                    name, wrap, PIECES[(NAMES.index(name) + WRAPS.index(wrap)) % others :: others]
+                )
 
 
 def test_such_growth_would_be_seen(monkeypatch):

@@ -196,17 +196,6 @@ def test_checklists_and_rubrics_are_weighted_shares(url):
         Checklist(model)(media, prompts(1))
 
 
-def test_questions_of_a_prompt_average_the_right_answers(url):
-    with_questions = [
-        {"text": "a", "questions": ["Is it bright?", "Is it light?", ["Is it dark?", "no"]]}
-    ]
-    assert float(
-        YesNo(server(url), questions="questions")(greys([0.6]), with_questions)
-    ) == pytest.approx(1.6 / 3)
-    with pytest.raises(UserError, match="expects questions under 'questions'"):
-        YesNo(server(url), questions="questions")(greys([0.6]), prompts(1))
-
-
 def test_a_listener_reads_the_reasoning_and_never_the_answer(url):
     from PIL import Image
 
@@ -272,13 +261,6 @@ def test_brpo_asks_about_every_sample_and_the_pivot():
         Pairwise(server(address), method="pivot", opponents=2)
 
 
-def test_every_sample_of_a_group_may_be_the_pivot():
-    texts = [[f"answer {n} {row}" for row in range(4)] for n in range(400)]
-    pivots = [with_pivot(rows, [{"text": "q"}] * 4, range(4))[0][1] for rows in texts]
-    assert min(pivots.count(row) for row in range(4)) > 70
-    assert with_pivot(texts[0], [{"text": "q"}] * 4, range(4))[0][1] == pivots[0]
-
-
 def test_bradley_terry_recovers_strengths_and_stays_finite():
     true = torch.tensor([-1.0, 0.0, 0.25, 0.75], dtype=torch.float64)
     wins = {(i, j): float(torch.sigmoid(true[i] - true[j])) for i, j in pairings(range(4), None)}
@@ -290,29 +272,31 @@ def test_bradley_terry_recovers_strengths_and_stays_finite():
     assert win_rates({(0, 1): 0.8, (1, 2): 0.4}, 3).tolist() == pytest.approx([0.8, 0.3, 0.6])
 
 
-@pytest.mark.parametrize(("size", "opponents"), [(6, 2), (7, 4), (5, 10), (4, None)])
-def test_a_ring_of_pairs_is_fair_and_has_no_pair_twice(size, opponents):
-    pairs = pairings(range(size), opponents)
-    met = [sum(i in pair for pair in pairs) for i in range(size)]
-    assert set(met) == {min(opponents or size, size - 1)}
-    assert len({frozenset(pair) for pair in pairs}) == len(pairs) and all(i != j for i, j in pairs)
+def test_a_ring_of_pairs_is_fair_and_has_no_pair_twice(subtests):
+    for size, opponents in [(6, 2), (7, 4), (5, 10), (4, None)]:
+        with subtests.test(size=size, opponents=opponents):
+            pairs = pairings(range(size), opponents)
+            met = [sum(i in pair for pair in pairs) for i in range(size)]
+            assert set(met) == {min(opponents or size, size - 1)}
+            assert len({frozenset(pair) for pair in pairs}) == len(pairs) and all(
+                i != j for i, j in pairs
+            )
 
 
 # --------------------------------------------------------------------------------------------------
 # failures
 
 
-@pytest.mark.parametrize(
-    "fault", ["500", "503", "429", "drop", "half", "garbage", "badjson", "wrong", "empty"]
-)
-def test_one_fault_changes_no_number(url, fault):
-    model = server(url)
-    faulty = prompts(text=f"fault:{fault}:1 once")
-    torch.testing.assert_close(Judge(model)(greys(), faulty), torch.tensor(LEVELS))
-    spoken = fault in ("badjson", "wrong", "empty")
-    assert (model.usage.asked_again, model.usage.retries)[
-        not spoken
-    ] >= 1 and model.usage.unanswered == 0
+def test_one_fault_changes_no_number(url, subtests):
+    for fault in ["500", "503", "429", "drop", "half", "garbage", "badjson", "wrong", "empty"]:
+        with subtests.test(fault=fault):
+            model = server(url)
+            faulty = prompts(text=f"fault:{fault}:1 once")
+            torch.testing.assert_close(Judge(model)(greys(), faulty), torch.tensor(LEVELS))
+            spoken = fault in ("badjson", "wrong", "empty")
+            assert (model.usage.asked_again, model.usage.retries)[
+                not spoken
+            ] >= 1 and model.usage.unanswered == 0
 
 
 @pytest.mark.parametrize("fault", ["500", "drop", "wrong", "badjson", "refuse", "slow"])
@@ -346,13 +330,6 @@ def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault, monkeypat
     )
 
 
-def test_retry_after_is_waited_for():
-    with fake_chat() as address:
-        Judge(server(address, backoff=0.0))(greys([0.2]), prompts(1, "fault:429:1 wait"))
-        first, second = stats(address)["times"]
-    assert second - first >= 0.39
-
-
 def test_a_rate_limit_spaces_requests(url, monkeypatch):
     now = [100.0]
     sent = []
@@ -369,16 +346,6 @@ def test_a_rate_limit_spaces_requests(url, monkeypatch):
     pace.hold(2.0)  # a server's Retry-After
     pace.wait(SimpleNamespace(wait=pass_by))
     assert now[0] == pytest.approx(100.25 + 2)
-
-
-def test_every_request_waits_for_its_turn(url, monkeypatch):
-    model = server(url, rate=60000)
-    turns = []
-    assert model._pace.gap == pytest.approx(1e-3)
-    wait = model._pace.wait
-    monkeypatch.setattr(model._pace, "wait", lambda given_up: (turns.append(1), wait(given_up)))
-    Judge(model)(greys([0.2] * 6), prompts(6))
-    assert len(turns) == 6
 
 
 def test_concurrency_bounds_requests():
@@ -566,9 +533,8 @@ def test_templates_of_ones_own(url, tmp_path):
             judge(greys([0.5]), prompts(1))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "options", "says"),
-    [
+def test_a_template_with_a_mistake_is_refused_when_it_is_read(tmp_path, monkeypatch, subtests):
+    for name, text, options, says in [
         ("a.j2", "{{ text", {}, r"a.j2:1: unexpected end of template"),
         ("a.j2", "one\n{% if %}", {}, r"a.j2:2: "),
         ("a.txt", "{text.__class__}", {}, "is not the name of a field"),
@@ -579,16 +545,13 @@ def test_templates_of_ones_own(url, tmp_path):
         ("a.txt", "{text}", {"aspects": ["style"]}, "has no score called 'style'"),
         ("unified_rewrd", None, {}, "did you mean 'unified_reward'"),
         ("nowhere.j2", None, {}, "cannot be read"),
-    ],
-)
-def test_a_template_with_a_mistake_is_refused_when_it_is_read(
-    tmp_path, monkeypatch, name, text, options, says
-):
-    monkeypatch.chdir(tmp_path)
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=says):
-        Judge(server("http://127.0.0.1:1/v1"), template=name, **options)
+    ]:
+        with subtests.test(name=name, text=text):
+            monkeypatch.chdir(tmp_path)
+            if text is not None:
+                (tmp_path / name).write_text(text)
+            with pytest.raises(UserError, match=says):
+                Judge(server("http://127.0.0.1:1/v1"), template=name, **options)
 
 
 def test_a_prompt_cannot_smuggle_pictures_or_code_in(url):
@@ -605,27 +568,6 @@ def test_a_right_answer_in_the_prompt_is_not_shown_unless_a_template_says_so(url
     (tmp_path / "open.j2").write_text("{{ prompt.answer }}, {{ answer }}?")
     Judge(server(url), template=str(tmp_path / "open.j2"))(["mine"], answered)
     assert "the right one, mine?" in stats(url)["bodies"][-1]["text"]
-
-
-def test_a_configuration_names_the_judge_as_it_names_everything(url):
-    from mmrl.config import build_rewards
-
-    spec = {
-        "mine": {
-            "use": "judge_yes_no",
-            "weight": 2.0,
-            "model": {"server": {"url": url, "timeout": waiting.HANG}},
-        }
-    }
-    built = build_rewards(spec)
-    assert (
-        float(built["mine"].reward(greys([0.2]), prompts(1))) == pytest.approx(0.2)
-        and built["mine"].weight == 2
-    )
-    with pytest.raises(UserError, match="unknown judge 'sever'; did you mean 'server'"):
-        build_rewards({"judge": {"model": {"sever": {"url": url}}}})
-    with pytest.raises(UserError, match="unknown option"):
-        build_rewards({"judge": {"model": {"server": {"url": url, "api_key": "sk"}}}})
 
 
 # ------------------------------------------------------------------------------------------- what a
@@ -651,16 +593,6 @@ def judged(request, url):
         else greys([0.2, 0.4, 0.6, 1.0])
     )
     return REWARDS.build(request.param, model=server(url), **options), media, paired
-
-
-def test_every_judge_is_named_here():
-    from mmrl.core.registry import REWARDS, load_built_in
-
-    load_built_in()
-    named = {"judge", "judge_yes_no", "judge_checklist", "judge_pairwise", "judge_listener"} | {
-        "judge_edit"
-    }
-    assert {name for name in REWARDS if name.startswith("judge")} == named
 
 
 def test_a_judge_keeps_the_contract_of_rewards(judged):
@@ -830,20 +762,20 @@ HOSTILE = [  # an answer of UnifiedReward-Think -> its score; None: it must not 
 ]
 
 
-@pytest.mark.parametrize(("text", "score"), HOSTILE)
-def test_answers_after_reasons_are_read_as_they_are_meant(text, score):
-    template = BUILT_IN["unified_reward_think"]
-    question = Question(("x",), read=template.scores, tagged=template.tagged)
-    if score is None:
-        with pytest.raises(Unreadable):
-            question.value(text)
-    else:
-        assert question.value(text) == {"score": score}
+def test_answers_after_reasons_are_read_as_they_are_meant(subtests):
+    for text, score in HOSTILE:
+        with subtests.test(text=text, score=score):
+            template = BUILT_IN["unified_reward_think"]
+            question = Question(("x",), read=template.scores, tagged=template.tagged)
+            if score is None:
+                with pytest.raises(Unreadable):
+                    question.value(text)
+            else:
+                assert question.value(text) == {"score": score}
 
 
-@pytest.mark.parametrize(
-    ("text", "chance"),
-    [
+def test_a_verdict_after_reasons_is_not_taken_from_them(url, subtests):
+    for text, chance in [
         ("<think>Image 1 is better.</think><answer>Image 2 is better</answer>", 0.0),
         (
             "<think>I quote: </think><answer>Image 2 is better</answer></think>"
@@ -858,14 +790,13 @@ def test_answers_after_reasons_are_read_as_they_are_meant(text, score):
             None,
         ),
         ("<think>x</think><answer>neither</answer>", None),
-    ],
-)
-def test_a_verdict_after_reasons_is_not_taken_from_them(text, chance, url):
-    judge = Pairwise(server(url), template="unified_reward_think")
-    pictures = [[], []]
-    question = judge._question(greys()[:2], {"text": "x"}, pictures, 0, 1)
-    if chance is None:
-        with pytest.raises(Unreadable):
-            question.value(text)
-    else:
-        assert question.value(text) == {"1": chance}
+    ]:
+        with subtests.test(text=text, chance=chance):
+            judge = Pairwise(server(url), template="unified_reward_think")
+            pictures = [[], []]
+            question = judge._question(greys()[:2], {"text": "x"}, pictures, 0, 1)
+            if chance is None:
+                with pytest.raises(Unreadable):
+                    question.value(text)
+            else:
+                assert question.value(text) == {"1": chance}

@@ -199,9 +199,8 @@ def test_tokens_are_added_up_over_case_blanks_and_beginnings():
     assert token_choices({"s": 0.9, "sev": 0.1}, ("seven", "six")) == {"seven": 1.0, "six": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
+def test_a_choice_is_read_from_words_or_not_at_all(subtests):
+    for text, want in [
         ("Yes.", "Yes"),
         ("**no**, it is not", "No"),
         ("I think the answer is: Yes", "Yes"),
@@ -211,11 +210,10 @@ def test_tokens_are_added_up_over_case_blanks_and_beginnings():
         ("Yes or no", "Yes"),
         ("it is yes and no", None),
         ("maybe", None),
-    ],
-)
-def test_a_choice_is_read_from_words_or_not_at_all(text, want):
-    if want is None:
-        with pytest.raises(Unreadable, match="it must be one of Yes, No"):
-            named_choice(answer_of(text), ("Yes", "No"))
-    else:
-        assert named_choice(answer_of(text), ("Yes", "No"))[want] == 1
+    ]:
+        with subtests.test(text=text, want=want):
+            if want is None:
+                with pytest.raises(Unreadable, match="it must be one of Yes, No"):
+                    named_choice(answer_of(text), ("Yes", "No"))
+            else:
+                assert named_choice(answer_of(text), ("Yes", "No"))[want] == 1

@@ -41,22 +41,25 @@ def published(maze, text, credit, each=False):
     return 0.2 * steps + 0.5 * clean * (len(tokens) if each else 1) + tags
 
 
-@pytest.mark.parametrize("each", [False, True])
-@pytest.mark.parametrize("credit", ["shortest", "arrival", "progress"])
-def test_the_reward_is_the_papers_sum(credit, each):
-    reward = MazeWalk(credit=credit, each=each)
-    draw = random.Random(0)
-    prompts = Mazes(size=4, mazes=12, held_out=4).train
-    for prompt in prompts:
-        maze = read_maze(prompt["maze"])
-        right = maze.solution()
-        walks = [right, right[:-1], [*right, draw.choice(sorted(MOVES))]]
-        walks += [draw.choices(sorted(MOVES), k=draw.randint(1, 9)) for _ in range(20)]
-        for moves, thought in product(walks, ["<think>a</think>", "", "<think><think></think>"]):
-            text = thought + written(moves)
-            assert reward.judge(text, prompt).score == pytest.approx(
-                published(maze, text, credit, each), abs=1e-9
-            )
+def test_the_reward_is_the_papers_sum(subtests):
+    for each in [False, True]:
+        for credit in ["shortest", "arrival", "progress"]:
+            with subtests.test(each=each, credit=credit):
+                reward = MazeWalk(credit=credit, each=each)
+                draw = random.Random(0)
+                prompts = Mazes(size=4, mazes=12, held_out=4).train
+                for prompt in prompts:
+                    maze = read_maze(prompt["maze"])
+                    right = maze.solution()
+                    walks = [right, right[:-1], [*right, draw.choice(sorted(MOVES))]]
+                    walks += [draw.choices(sorted(MOVES), k=draw.randint(1, 9)) for _ in range(20)]
+                    for moves, thought in product(
+                        walks, ["<think>a</think>", "", "<think><think></think>"]
+                    ):
+                        text = thought + written(moves)
+                        assert reward.judge(text, prompt).score == pytest.approx(
+                            published(maze, text, credit, each), abs=1e-9
+                        )
 
 
 def test_every_shortest_way_is_right_and_detours_only_arrive():
@@ -71,19 +74,17 @@ def test_every_shortest_way_is_right_and_detours_only_arrive():
         assert moves_of(empty) == ([], False)
 
 
-@pytest.mark.parametrize(
-    ("maze", "cause"),
-    [
+def test_a_broken_maze_is_the_prompts_fault(subtests):
+    for maze, cause in [
         ("", "one <|origin|>"),
         (RING.replace("target", "blank"), "one <|origin|>"),
         (RING.replace("down_left", "west"), "walls 'west'"),
         (RING.replace("1-1", "0-0"), "twice"),
         (RING.replace("down_right", "up_down_left_right"), "no way"),
-    ],
-)
-def test_a_broken_maze_is_the_prompts_fault(maze, cause):
-    (verdict,) = MazeWalk().verdicts(["<|up|>"], [{"maze": maze}])
-    assert verdict.score != verdict.score and cause in verdict.note
+    ]:
+        with subtests.test(maze=maze, cause=cause):
+            (verdict,) = MazeWalk().verdicts(["<|up|>"], [{"maze": maze}])
+            assert verdict.score != verdict.score and cause in verdict.note
 
 
 def test_drawn_mazes_have_one_way_and_are_the_same_for_a_seed():

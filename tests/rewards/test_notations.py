@@ -33,14 +33,15 @@ def examples():
                 yield pytest.param(text, read, want, within, id=text[:40])
 
 
-@pytest.mark.parametrize(("text", "read", "want", "within"), [*examples()])
-def test_an_example_of_the_table_reads_as_its_shape(text, read, want, within):
-    for written in (text, f"<answer>{text}</answer>", f"<think>{text} or</think>\n{text}"):
-        parsed = read(written)
-        assert parsed.status == "ok" and len(parsed.value) == 1
-        assert in_pixels(parsed.value[0]) == pytest.approx(want, abs=within)
-        if "dog" in text and "<point" not in text:
-            assert parsed.value[0].label == "dog"
+def test_an_example_of_the_table_reads_as_its_shape(subtests):
+    for text, read, want, within in [*examples()]:
+        with subtests.test(text=text, read=read):
+            for written in (text, f"<answer>{text}</answer>", f"<think>{text} or</think>\n{text}"):
+                parsed = read(written)
+                assert parsed.status == "ok" and len(parsed.value) == 1
+                assert in_pixels(parsed.value[0]) == pytest.approx(want, abs=within)
+                if "dog" in text and "<point" not in text:
+                    assert parsed.value[0].label == "dog"
 
 
 def test_the_page_shows_the_table_that_the_reader_uses():
@@ -51,9 +52,8 @@ def test_the_page_shows_the_table_that_the_reader_uses():
 DOG = (BOX, "dog")
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
+def test_boxes_without_a_notation_of_their_own(subtests):
+    for text, want in [
         ('{"bounding_box": {"x1": 100, "y1": 200, "x2": 300, "y2": 400}}', [(BOX, None)]),
         ('{"xmin": 100, "ymin": 200, "xmax": 300, "ymax": 400}', [(BOX, None)]),
         ('{"x": 100, "y": 200, "width": 200, "height": 200, "class": "dog"}', [DOG]),
@@ -74,16 +74,14 @@ DOG = (BOX, "dog")
         ("The box is (100, 200), (300, 400).", [(BOX, None)]),
         ("I see nothing at 100.", None),
         ("[100, 200, 300]", None),
-    ],
-)
-def test_boxes_without_a_notation_of_their_own(text, want):
-    parsed = boxes(text)
-    assert (parsed.value and [(s.values, s.label) for s in parsed.value]) == want
+    ]:
+        with subtests.test(text=text, want=want):
+            parsed = boxes(text)
+            assert (parsed.value and [(s.values, s.label) for s in parsed.value]) == want
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
+def test_points_as_agents_and_models_write_them(subtests):
+    for text, want in [
         ("click(start_box='<|box_start|>(200,300)<|box_end|>')", [POINT]),
         ("click(point='<point>200 300</point>')", [POINT]),
         ("Action: left_click(200, 300)", [POINT]),
@@ -103,7 +101,6 @@ def test_boxes_without_a_notation_of_their_own(text, want):
         ("<|box_start|>(100,200),(300,400)<|box_end|>", [POINT]),
         ("<box>[[100, 200, 300, 400]]</box>", [POINT]),
         ("(200, 300)", [POINT]),
-    ],
-)
-def test_points_as_agents_and_models_write_them(text, want):
-    assert [shape.values for shape in points(text).value] == want
+    ]:
+        with subtests.test(text=text, want=want):
+            assert [shape.values for shape in points(text).value] == want

@@ -27,8 +27,9 @@ def build(folder, **options):
     return REWARDS.build("pe_av", model=folder, device="cpu", **options)
 
 
-def original(folder, media, prompts, pair):
-    """Products of the library's own outputs, video by video, whose logits they are."""
+@pytest.fixture(scope="module")
+def library(folder):
+    """The library's own model and what brings samples to it."""
     from transformers import (
         AutoFeatureExtractor,
         AutoTokenizer,
@@ -40,6 +41,12 @@ def original(folder, media, prompts, pair):
     extractor = AutoFeatureExtractor.from_pretrained(folder)
     processor = AutoVideoProcessor.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    return network, extractor, processor, tokenizer
+
+
+def original(library, media, prompts, pair):
+    """Products of the library's own outputs, video by video, whose logits they are."""
+    network, extractor, processor, tokenizer = library
     logits = {
         "audio_video": (network.audio_video_logit_scale, "logits_audio_video"),
         "audio_text": (network.audio_model.text_audio_logit_scale, "logits_audio_text"),
@@ -62,17 +69,16 @@ def original(folder, media, prompts, pair):
 
 
 @pytest.mark.parametrize("pair", EMBEDDINGS)
-def test_it_is_the_cosine_of_transformers_embeddings(pair, folder):
+def test_it_is_the_cosine_of_transformers_embeddings(pair, folder, library):
     media = sounding()
     prompts = asked()
-    values = build(folder, pair=pair)(media, prompts)
-    torch.testing.assert_close(values, original(folder, media, prompts, pair), atol=1e-5, rtol=0)
+    reward = build(folder, pair=pair)
+    values = reward(media, prompts)
+    torch.testing.assert_close(values, original(library, media, prompts, pair), atol=1e-5, rtol=0)
     assert values.std() > 1e-3
     twice = build(folder, pair=pair, scale=2.0, batch_size=2)
     torch.testing.assert_close(twice(media, prompts), 2 * values, atol=1e-5, rtol=0)
-    one_by_one = [
-        build(folder, pair=pair)(media[i : i + 1], prompts[i : i + 1]) for i in range(len(media))
-    ]
+    one_by_one = [reward(media[i : i + 1], prompts[i : i + 1]) for i in range(len(media))]
     torch.testing.assert_close(torch.cat(one_by_one), values, atol=1e-5, rtol=0)
 
 

@@ -24,24 +24,25 @@ load_built_in()
 OWN = sorted(name for name, entry in REWARDS.items() if entry.__module__.startswith("rewards."))
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_a_reward_has_a_card_and_can_be_imported_by_its_name(name):
-    entry = REWARDS[name]
-    assert isinstance(vars(entry).get("card") or getattr(entry, "card", None), Card), (
-        f"{name}: declare it with @card"
-    )
-    shown = card_of(entry)
-    assert (
-        set(shown.media) <= {"image", "video", "text"}
-        and shown.media
-        and shown.of in ("sample", "group", "step", "batch")
-    )
-    assert shown.low is None or shown.high is None or shown.low < shown.high
-    assert (
-        getattr(rewards, name) is entry
-        and getattr(rewards, entry.__name__) is entry
-        and callable(entry)
-    )
+def test_a_reward_has_a_card_and_can_be_imported_by_its_name(subtests):
+    for name in OWN:
+        with subtests.test(name=name):
+            entry = REWARDS[name]
+            assert isinstance(vars(entry).get("card") or getattr(entry, "card", None), Card), (
+                f"{name}: declare it with @card"
+            )
+            shown = card_of(entry)
+            assert (
+                set(shown.media) <= {"image", "video", "text"}
+                and shown.media
+                and shown.of in ("sample", "group", "step", "batch")
+            )
+            assert shown.low is None or shown.high is None or shown.low < shown.high
+            assert (
+                getattr(rewards, name) is entry
+                and getattr(rewards, entry.__name__) is entry
+                and callable(entry)
+            )
 
 
 def test_the_package_names_every_module_that_registers_something():
@@ -207,19 +208,16 @@ def test_one_reward_under_two_names(tmp_path):
     assert (built["small"].weight, built["large"].weight) == (1.0, 2.0)
 
 
-@pytest.mark.parametrize(
-    "spec, says",
-    [
+def test_a_wrong_name_is_refused_with_its_place(subtests):
+    for spec, says in [
         ({"fast": {"use": "remot"}}, "unknown reward 'remot'; did you mean 'remote'"),
         ({"fast": {"use": 3}}, "reward.fast.use: expected the name of a reward, got 3"),
         ({"fast": {"use": "jpeg_compressibility", "sale": 1}}, "reward.fast.sale: unknown option"),
         ({3: {"use": "remote"}}, "expected the name of a reward, got 3"),
         ({"fast": 1.0}, "unknown reward 'fast'"),
-    ],
-)
-def test_a_wrong_name_is_refused_with_its_place(spec, says):
-    with pytest.raises(UserError, match=says):
-        config.build_rewards(spec)
+    ]:
+        with subtests.test(spec=spec, says=says), pytest.raises(UserError, match=says):
+            config.build_rewards(spec)
 
 
 def test_equal_short_names_do_not_collapse(written):

@@ -152,76 +152,54 @@ def media_for(reward) -> torch.Tensor:
     return torch.stack([pictures(5, seed=seed) for seed in range(4)], dim=1)
 
 
-def test_one_finite_float_per_sample(reward):
-    values = reward(media_for(reward), asked())
-    assert values.shape == (5,) and values.dtype == torch.float32 and values.isfinite().all()
+def close(values, expected):
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_permuting_the_samples_permutes_the_rewards(reward):
+def test_a_reward_keeps_its_contract(reward):
+    """One finite float a sample, which depends on that sample alone; inputs and the global
+    generator are left alone, bfloat16 counts as the floats it holds, texts are refused."""
     media = media_for(reward)
     prompts = asked()
-    order = [3, 0, 4, 1, 2]
-    shuffled = reward(media[order], [prompts[i] for i in order])
-    torch.testing.assert_close(shuffled, reward(media, prompts)[order], rtol=1e-5, atol=1e-5)
-
-
-def test_splitting_the_batch_changes_nothing(reward):
-    media = media_for(reward)
-    prompts = asked()
-    parts = [reward(media[i:j], prompts[i:j]) for i, j in ((0, 1), (1, 4), (4, 5))]
-    torch.testing.assert_close(torch.cat(parts), reward(media, prompts), rtol=1e-5, atol=1e-5)
-
-
-def test_input_and_global_rng_are_left_alone(reward):
-    media = media_for(reward)
-    prompts = asked()
-    before = media.clone()
-    state = torch.get_rng_state()
-    texts = deepcopy(prompts)
-    reward(media, prompts)
+    before, texts, state = media.clone(), deepcopy(prompts), torch.get_rng_state()
+    values = reward(media, prompts)
     assert torch.equal(media, before) and media._version == 0 and prompts == texts
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_bfloat16_counts_as_the_floats_it_holds(reward):
-    media = media_for(reward).bfloat16()
-    torch.testing.assert_close(
-        reward(media, asked()), reward(media.float(), asked()), rtol=1e-5, atol=1e-5
-    )
-
-
-def test_a_still_video_is_worth_its_frame_and_a_cut_one_the_mean(reward):
-    first = pictures(5)
-    second = pictures(5, seed=7)
-    prompts = asked()
-    if not {"image", "video"} <= set(card_of(reward).media):
-        pytest.skip("judges only one of the two")
-    try:
-        still = reward(torch.stack([first] * 3, dim=1), prompts)
-    except UserError as error:
-        pytest.skip(f"takes no videos: {error}")
-    torch.testing.assert_close(still, reward(first, prompts), rtol=1e-5, atol=1e-5)
-    cut = reward(torch.stack([first, second], dim=1), prompts)
-    torch.testing.assert_close(
-        cut, (reward(first, prompts) + reward(second, prompts)) / 2, rtol=1e-5, atol=1e-5
-    )
-
-
-def test_texts_are_refused_in_one_sentence(reward):
+    assert values.shape == (5,) and values.dtype == torch.float32 and values.isfinite().all()
+    order = [3, 0, 4, 1, 2]
+    close(reward(media[order], [prompts[i] for i in order]), values[order])
+    parts = [reward(media[i:j], prompts[i:j]) for i, j in ((0, 1), (1, 4), (4, 5))]
+    close(torch.cat(parts), values)
+    half = media.bfloat16()
+    close(reward(half, prompts), reward(half.float(), prompts))
     with pytest.raises(UserError, match="image"):
         reward(["an answer"] * 2, asked(2))
+    if {"image", "video"} <= set(card_of(reward).media):
+        assert_videos_are_means_of_frames(reward, values)
+    if {"image", "video"} & set(card_of(reward).media) and (
+        type(reward).__module__ not in OTHERS_NAN
+    ):
+        assert_broken_samples_spoil_no_other(reward, values)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_broken_sample_is_nan_and_spoils_no_other(reward, bad):
-    if not {"image", "video"} & set(card_of(reward).media) or type(reward).__module__ in OTHERS_NAN:
-        pytest.skip("says so by itself")
-    media = media_for(reward)
-    good = reward(media, asked())
-    (media.sound if card_of(reward).sound else media)[2].flatten()[5] = bad
-    values = reward(media, asked())
-    assert values.isnan().tolist() == [False, False, True, False, False]
-    torch.testing.assert_close(values[[0, 1, 3, 4]], good[[0, 1, 3, 4]], rtol=1e-5, atol=1e-5)
+def assert_videos_are_means_of_frames(reward, values):
+    first, second = pictures(5), pictures(5, seed=7)
+    try:
+        still = reward(torch.stack([first] * 3, dim=1), asked())
+    except UserError:
+        return  # takes no videos
+    close(still, values)
+    cut = reward(torch.stack([first, second], dim=1), asked())
+    close(cut, (values + reward(second, asked())) / 2)
+
+
+def assert_broken_samples_spoil_no_other(reward, good):
+    for bad in (torch.nan, torch.inf):
+        media = media_for(reward)
+        (media.sound if card_of(reward).sound else media)[2].flatten()[5] = bad
+        values = reward(media, asked())
+        assert values.isnan().tolist() == [False, False, True, False, False]
+        close(values[[0, 1, 3, 4]], good[[0, 1, 3, 4]])
 
 
 # ---------------------------------------------------------------- JPEG

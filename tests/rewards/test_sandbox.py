@@ -90,21 +90,19 @@ def test_a_bad_moment_of_the_process_does_not_spoil_a_prompt_for_the_run(monkeyp
     assert Maths().verdicts([r"\boxed{\{7, 3\}}"], [prompt])[0].score == 1
 
 
-@pytest.mark.parametrize(
-    ("tag", "expected"),
-    [
+def test_the_shape_of_a_drawing_is_read_before_it_is_drawn(subtests):
+    for tag, expected in [
         ('<svg viewBox="0 0 1 1000000">', 1e6),
         ("<svg viewBox='0,0,1,30000'>", 30000),
         ('<svg width="1" height="30000">', 30000),
         ('<svg width="10px" height="20px" viewBox="0 0 3 3">', 2),
         ('<svg viewBox="0 0 0 5">', float("inf")),
         ("<svg>", 1),
-    ],
-)
-def test_the_shape_of_a_drawing_is_read_before_it_is_drawn(tag, expected):
-    assert aspect(tag) == expected
-    whole = find_svg(f"{tag}<rect/></svg>")
-    assert (whole == (None, "out_of_range")) == (expected > svg.TALLEST)
+    ]:
+        with subtests.test(tag=tag, expected=expected):
+            assert aspect(tag) == expected
+            whole = find_svg(f"{tag}<rect/></svg>")
+            assert (whole == (None, "out_of_range")) == (expected > svg.TALLEST)
 
 
 def test_a_drawing_that_kills_the_renderer_is_that_samples_loss():
@@ -186,16 +184,14 @@ def test_the_form_of_a_text_is_that_of_its_pieces(form, pieces):
     assert Format(form)([text], [{}]).tolist() == [float(right)]
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
+def test_something_in_a_box(subtests):
+    for text, right in [
         (r"so \boxed{7}", 1),
         (r"\boxed{} and }", 0),
         (r"\boxed{}", 0),
         (r"\boxed{ }", 0),
         (r"\boxed{7", 0),
         (r"\boxed{ \boxed{7}", 1),
-    ],
-)
-def test_something_in_a_box(text, right):
-    assert Format("boxed")([text], [{}]).tolist() == [right]
+    ]:
+        with subtests.test(text=text, right=right):
+            assert Format("boxed")([text], [{}]).tolist() == [right]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -198,9 +196,8 @@ def test_text_similarity_with_a_transformers_encoder(tmp_path):
 # ---------------------------------------------------------------- formulas and charts
 
 
-@pytest.mark.parametrize(
-    "right, found",
-    [
+def test_maths_says_what_math_verify_says(subtests):
+    for right, found in [
         ("\\frac{1}{2}", "0.5"),
         ("12", "12.0"),
         ("x^2+2x+1", "(x+1)^2"),
@@ -210,15 +207,14 @@ def test_text_similarity_with_a_transformers_encoder(tmp_path):
         ("5", "6"),
         ("x+1", "x-1"),
         ("\\frac{1}{3}", "0.33"),
-    ],
-)
-def test_maths_says_what_math_verify_says(right, found):
-    from math_verify import parse, verify
+    ]:
+        with subtests.test(right=right, found=found):
+            from math_verify import parse, verify
 
-    theirs = verify(parse(f"${right}$"), parse(f"${found}$"))
-    assert one(
-        Maths(), f"<think>$7$</think><answer>\\boxed{{{found}}}</answer>", {"answer": right}
-    ) == float(theirs)
+            theirs = verify(parse(f"${right}$"), parse(f"${found}$"))
+            assert one(
+                Maths(), f"<think>$7$</think><answer>\\boxed{{{found}}}</answer>", {"answer": right}
+            ) == float(theirs)
 
 
 def test_maths_works_outside_the_main_thread_and_refuses_monsters():
@@ -248,9 +244,8 @@ def test_charts_are_read_within_five_per_cent():
 # ---------------------------------------------------------------- form and length
 
 
-@pytest.mark.parametrize(
-    "text, good",
-    [
+def test_format_is_strict(subtests):
+    for text, good in [
         ("<think>a</think><answer>b</answer>", True),
         (" <think></think>\n<answer>b</answer>\n", True),
         ("so: <think>a</think><answer>b</answer>", False),
@@ -262,10 +257,9 @@ def test_charts_are_read_within_five_per_cent():
         ("", False),
         ("<answer>b</answer><think>a</think>", False),
         ("<think>a</think><answer>b", False),
-    ],
-)
-def test_format_is_strict(text, good):
-    assert one(Format(), text, {}) == float(good)
+    ]:
+        with subtests.test(text=text, good=good):
+            assert one(Format(), text, {}) == float(good)
 
 
 def test_formats_of_ones_own_and_json():
@@ -373,45 +367,45 @@ def spelled(text: str, size: int, limit: int = 40) -> Completion:
     return Completion(text, len(parts), True, -0.1, limit=limit, spell=lambda: parts)
 
 
-@pytest.mark.parametrize("size", [1, 3, 7])
-@pytest.mark.parametrize(
-    "options", [{}, {"ordered": True}, {"sections": ["First", "Then"]}, {"answer": 0.0}]
-)
-def test_steps_are_paid_at_the_token_that_completes_them_and_in_all_as_before(size, options):
-    prompt = {"answer": 3, "key_steps": ["2 + 1", ["the sum", "altogether"], "is 3"]}
-    good = "<think>First we add 2 + 1. Then the sum is 3.</think><answer>3</answer>"
-    texts = [good, "is 35, is 3.5, <answer>4</answer>", "", "Then is 3"]
-    asked = [prompt] * 4
-    answers = [spelled(text, size, 90) for text in texts]
-    each = KeySteps(each=True, **options)
-    assert each.card.of == "step" and KeySteps(**options)(texts, asked).shape == (4,)
-    found = each(answers, asked)
-    assert found.shape == (4, 90)
-    torch.testing.assert_close(found.nansum(1), KeySteps(**options)(texts, asked))
-    for row, answer in zip(found, answers, strict=True):
-        assert (
-            not row[max(answer.tokens - 1, 0)].isnan()
-            and row[answer.tokens :].isnan().all()
-            or not answer.tokens
-        )
-    first = good.index("2 + 1") + len("2 + 1") - 1
-    if size == 1:
-        assert (found[0] > 0).nonzero()[:, 0].tolist()[0] == (
-            first if "sections" not in options else 11
-        )
-    assert found[1].nansum() == 0 or "ordered" in options
-    plain = each([good], [prompt])
-    assert plain.shape == (1, 1) and plain.item() == pytest.approx(
-        float(KeySteps(**options)([good], [prompt]))
-    )
+def test_steps_are_paid_at_the_token_that_completes_them_and_in_all_as_before(subtests):
+    for size in [1, 3, 7]:
+        for options in [{}, {"ordered": True}, {"sections": ["First", "Then"]}, {"answer": 0.0}]:
+            with subtests.test(size=size, options=options):
+                prompt = {"answer": 3, "key_steps": ["2 + 1", ["the sum", "altogether"], "is 3"]}
+                good = "<think>First we add 2 + 1. Then the sum is 3.</think><answer>3</answer>"
+                texts = [good, "is 35, is 3.5, <answer>4</answer>", "", "Then is 3"]
+                asked = [prompt] * 4
+                answers = [spelled(text, size, 90) for text in texts]
+                each = KeySteps(each=True, **options)
+                assert each.card.of == "step" and KeySteps(**options)(texts, asked).shape == (4,)
+                found = each(answers, asked)
+                assert found.shape == (4, 90)
+                torch.testing.assert_close(found.nansum(1), KeySteps(**options)(texts, asked))
+                for row, answer in zip(found, answers, strict=True):
+                    assert (
+                        not row[max(answer.tokens - 1, 0)].isnan()
+                        and row[answer.tokens :].isnan().all()
+                        or not answer.tokens
+                    )
+                first = good.index("2 + 1") + len("2 + 1") - 1
+                if size == 1:
+                    assert (found[0] > 0).nonzero()[:, 0].tolist()[0] == (
+                        first if "sections" not in options else 11
+                    )
+                assert found[1].nansum() == 0 or "ordered" in options
+                plain = each([good], [prompt])
+                assert plain.shape == (1, 1) and plain.item() == pytest.approx(
+                    float(KeySteps(**options)([good], [prompt]))
+                )
 
 
-@pytest.mark.parametrize("count", range(11))
-def test_vqa_accuracy_equals_the_mean_over_nine_of_ten(count):
-    people = ["yes"] * count + ["no"] * (10 - count)
-    subsets = itertools.combinations(people, 9)
-    wanted = np.mean([min(1, nine.count("yes") / 3) for nine in subsets])
-    assert one(Vqa(), "Yes.", {"answers": people}) == pytest.approx(wanted)
+def test_vqa_accuracy_equals_the_mean_over_nine_of_ten(subtests):
+    for count in range(11):
+        with subtests.test(count=count):
+            people = ["yes"] * count + ["no"] * (10 - count)
+            subsets = itertools.combinations(people, 9)
+            wanted = np.mean([min(1, nine.count("yes") / 3) for nine in subsets])
+            assert one(Vqa(), "Yes.", {"answers": people}) == pytest.approx(wanted)
 
 
 def test_video_questions_with_and_without_a_span():
@@ -452,14 +446,6 @@ def test_routes_are_checked_and_built_from_a_configuration():
     )
     with pytest.raises(UserError, match="did you mean 'count'"):
         config.build_rewards({"routed": {"routes": {"a": "cuont"}}})
-
-
-def test_the_mixture_of_the_documentation_can_be_built():
-    page = (Path(__file__).parents[2] / "docs/verifiable-rewards.md").read_text()
-    (block,) = [b.split("```")[0] for b in page.split("```text\n")[1:] if b.startswith("reward:")]
-    built = config.build_rewards(yaml.safe_load(block)["reward"])
-    assert set(built) == {"routed", "format"} and built["routed"].weight == 0.9
-    assert one(built["routed"].reward, "(2, 3)", {"task": "point", "boxes": [[1, 2, 3, 4]]}) == 1
 
 
 # ---------------------------------------------------------------- drawings
@@ -530,13 +516,3 @@ def test_ssim_by_loops():
             (2 * mp * mq + 1e-4) * (2 * both + 9e-4) / ((mp**2 + mq**2 + 1e-4) * (vp + vq + 9e-4))
         )
     assert ssim(a, b) == pytest.approx(max(0.0, float(np.mean(found))), abs=1e-6)
-
-
-def test_a_large_table_is_compared_in_this_process():
-    """400 cells against 400 others: with cells of one letter, every cell is renamed."""
-    rows = [Node("tr", children=[Node("td", text="a") for _ in range(20)]) for _ in range(20)]
-    other = [Node("tr", children=[Node("td", text="b") for _ in range(20)]) for _ in range(20)]
-    tables = Node("table", children=rows), Node("table", children=other)
-    assert teds(*tables) == pytest.approx(1 - 400 / 421) and teds(*tables, structure=True) == 1
-    less = Node("table", children=[*rows[:7], *rows[8:], Node("tr", children=rows[0].children[:3])])
-    assert teds(tables[0], less) == pytest.approx(1 - 17 / 421)

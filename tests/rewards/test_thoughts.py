@@ -14,20 +14,20 @@ def one(reward: object, text: str) -> float:
     return float(reward([text], [{}]))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("begin", "end"), THOUGHTS)
-def test_a_thought_of_any_family_is_one(begin: str, end: str):
-    text = f"{begin}so{end}\n<answer>7</answer>"
-    assert one(Format(), text) == 1 and one(Format("think"), f"{begin}so{end}\n7") == 1
-    empty = f"{begin} {end}<answer>7</answer>"
-    assert one(ThinkOrNot(), text) == 0.5 and one(ThinkOrNot(), empty) == 1
-    assert answer_of(text) == conclusion_of(text) == "7" and reasoning(text) == "so"
-    with pytest.raises(Unreadable, match="ends before its reasons do"):
-        answer_of(f"{begin}<answer>7</answer>")
+def test_a_thought_of_any_family_is_one(subtests):
+    for begin, end in THOUGHTS:
+        with subtests.test(begin=begin, end=end):
+            text = f"{begin}so{end}\n<answer>7</answer>"
+            assert one(Format(), text) == 1 and one(Format("think"), f"{begin}so{end}\n7") == 1
+            empty = f"{begin} {end}<answer>7</answer>"
+            assert one(ThinkOrNot(), text) == 0.5 and one(ThinkOrNot(), empty) == 1
+            assert answer_of(text) == conclusion_of(text) == "7" and reasoning(text) == "so"
+            with pytest.raises(Unreadable, match="ends before its reasons do"):
+                answer_of(f"{begin}<answer>7</answer>")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_what_is_not_one_thought_and_one_answer_has_not_the_form(subtests):
+    for text in [
         "<think>so</think> x <answer>7</answer>",
         "x <think>so</think> <answer>7</answer>",
         "<think>so</think> <answer>7</answer> x",
@@ -39,10 +39,9 @@ def test_a_thought_of_any_family_is_one(begin: str, end: str):
         "<think>so <answer>7</answer></think> <answer>7</answer>",
         "<think>so</think> 7",
         "<answer>7</answer>",
-    ],
-)
-def test_what_is_not_one_thought_and_one_answer_has_not_the_form(text: str):
-    assert one(Format(), text) == 0 and one(ThinkOrNot(), text) == 0
+    ]:
+        with subtests.test(text=text):
+            assert one(Format(), text) == 0 and one(ThinkOrNot(), text) == 0
 
 
 def test_the_other_forms():

@@ -40,9 +40,8 @@ def one(reward, text, prompt) -> float:
 # ---------------------------------------------------------------- detection
 
 
-@pytest.mark.parametrize(
-    "entries, values",
-    [
+def test_detection_by_hand(subtests):
+    for entries, values in [
         (
             [([0, 0, 10, 10], "cat"), ([20, 20, 40, 40], "dog")],
             {"matched": 1, "f1": 1, "map": 1, "ap": 1, "vlm_r1": 1},
@@ -60,12 +59,13 @@ def one(reward, text, prompt) -> float:
             {"matched": 0.9, "f1": 1, "map": 0.85, "visual_rft": 0.9},
         ),
         ([([0, 0, 10, 10], None), ([20, 20, 40, 40], "dog")], {"matched": 0.5, "f1": 0.5}),
-    ],
-)
-def test_detection_by_hand(entries, values):
-    text = said(*[(box, label) if label else (box,) for box, label in entries])
-    for measure, value in values.items():
-        assert one(Detection(measure), text, SCENE) == pytest.approx(value, abs=0.011), measure
+    ]:
+        with subtests.test(entries=entries, values=values):
+            text = said(*[(box, label) if label else (box,) for box, label in entries])
+            for measure, value in values.items():
+                assert one(Detection(measure), text, SCENE) == pytest.approx(value, abs=0.011), (
+                    measure
+                )
 
 
 def test_spam_with_other_labels_costs_and_published_forms_pay_for_it():
@@ -96,17 +96,18 @@ def test_the_published_confidence_exploit_is_closed():
     assert Confidence().status([said(([0, 0, 10, 10], "cat", 5.0))], [SCENE]) == ["out_of_range"]
 
 
-@pytest.mark.parametrize("chance", [0.1, 0.5, 0.8])
-def test_confidence_is_a_proper_score(chance):
-    prompt = {"boxes": SCENE["boxes"][:1]}
-    best = []
-    for c in np.linspace(0, 1, 21):
-        right = one(Confidence(), said(([0, 0, 10, 10], "cat", c)), prompt)
-        wrong = one(Confidence(), said(([50, 50, 60, 60], "cat", c)), prompt)
-        best.append(chance * right + (1 - chance) * wrong)
-    assert np.linspace(0, 1, 21)[int(np.argmax(best))] == pytest.approx(chance) and max(
-        best
-    ) == pytest.approx(chance**2)
+def test_confidence_is_a_proper_score(subtests):
+    for chance in [0.1, 0.5, 0.8]:
+        with subtests.test(chance=chance):
+            prompt = {"boxes": SCENE["boxes"][:1]}
+            best = []
+            for c in np.linspace(0, 1, 21):
+                right = one(Confidence(), said(([0, 0, 10, 10], "cat", c)), prompt)
+                wrong = one(Confidence(), said(([50, 50, 60, 60], "cat", c)), prompt)
+                best.append(chance * right + (1 - chance) * wrong)
+            assert np.linspace(0, 1, 21)[int(np.argmax(best))] == pytest.approx(chance) and max(
+                best
+            ) == pytest.approx(chance**2)
 
 
 # ---------------------------------------------------------------- points and actions
@@ -146,9 +147,8 @@ def test_points_in_boxes_and_near_points():
     )
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
+def test_actions(subtests):
+    for text, value in [
         ('{"action": "click", "point": [20, 15]}', 1),
         ("click(20, 15)", 1),
         ("click(x=20, y=15)", 1),
@@ -160,10 +160,9 @@ def test_points_in_boxes_and_near_points():
         ('[{"action": "click", "point": [20, 15]}, {"action": "back"}]', 0),
         ("I click there", 0),
         ("", 0),
-    ],
-)
-def test_actions(text, value):
-    assert one(Gui(), text, {"action": "click", "boxes": [[10, 10, 30, 20]]}) == value
+    ]:
+        with subtests.test(text=text, value=value):
+            assert one(Gui(), text, {"action": "click", "boxes": [[10, 10, 30, 20]]}) == value
 
 
 @pytest.mark.parametrize(("x", "value"), [(639.5, 1), (640.5, 0.5)])
@@ -275,9 +274,8 @@ def test_temporal_iou_equals_counting_seconds(a, b):
     assert hull(a, b) == pytest.approx(low) and hull(a[:1], b[:1]) <= union(a[:1], b[:1]) + 1e-9
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_spans_in_every_notation(subtests):
+    for text in [
         '{"start_time": 3.5, "end_time": 8}',
         "[3.5, 8]",
         "from 3.5 to 8",
@@ -287,10 +285,9 @@ def test_temporal_iou_equals_counting_seconds(a, b):
         '[{"start": "3.5", "end": "8"}]',
         "<answer>B</answer><glue>[[3.5, 8]]</glue>",
         "3.5 to 8 seconds",
-    ],
-)
-def test_spans_in_every_notation(text):
-    assert spans(text).value == [(3.5, 8.0)]
+    ]:
+        with subtests.test(text=text):
+            assert spans(text).value == [(3.5, 8.0)]
 
 
 def test_statuses_of_spans_and_tracks():

@@ -8,11 +8,12 @@ from samplers.batching import at_width, chunks, peak_bytes, rows_that_fit
 WEIGHT = torch.ones(100, 100)
 
 
-@pytest.mark.parametrize("count, size", [(0, 3), (1, 3), (3, 3), (7, 3), (7, 1), (7, 100)])
-def test_chunks_cover_everything_once(count, size):
-    parts = [list(range(count))[part] for part in chunks(count, size)]
-    assert sum(parts, []) == list(range(count))
-    assert all(1 <= len(part) <= size for part in parts) and len(parts) == -(-count // size)
+def test_chunks_cover_everything_once(subtests):
+    for count, size in [(0, 3), (1, 3), (3, 3), (7, 3), (7, 1), (7, 100)]:
+        with subtests.test(count=count, size=size):
+            parts = [list(range(count))[part] for part in chunks(count, size)]
+            assert sum(parts, []) == list(range(count))
+            assert all(1 <= len(part) <= size for part in parts) and len(parts) == -(-count // size)
 
 
 def test_a_chunk_needs_a_row():
@@ -61,9 +62,8 @@ def other_types():
     )
 
 
-@pytest.mark.parametrize(
-    "fn, wanted",
-    [
+def test_peak_bytes_by_hand(subtests):
+    for fn, wanted in [
         (lambda: two_at_a_time(1), 800),
         (lambda: two_at_a_time(8), 6400),
         (chain, 8000),
@@ -73,11 +73,10 @@ def other_types():
         (other_types, 80 + 10 + 20),
         (lambda: None, 0),
         (lambda: WEIGHT.t()[2:], 0),
-    ],
-)
-def test_peak_bytes_by_hand(fn, wanted):
-    assert peak_bytes(fn) == wanted
-    assert peak_bytes(fn) == wanted  # what the first run left behind does not count
+    ]:
+        with subtests.test(fn=fn, wanted=wanted):
+            assert peak_bytes(fn) == wanted
+            assert peak_bytes(fn) == wanted  # what the first run left behind does not count
 
 
 def test_peak_bytes_sees_what_autograd_keeps():

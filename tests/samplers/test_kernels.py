@@ -276,15 +276,18 @@ def test_both_sdes_are_one_formula(t, s):
         torch.testing.assert_close(of_flow, of_dance, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", FLOWS)
-@pytest.mark.parametrize("t, s", [(1.0, 0.9), (1.0, 0.0), (0.5, 0.4), (0.3, 0.0), (0.008929, 0.0)])
-def test_without_noise_it_is_euler(name, t, s):
-    mean, std = KERNELS[name](X, V, t, s, torch.tensor([0.0, 0.7]))
-    euler = (X + V * (torch.tensor(s) - torch.tensor(t)))[0]
-    torch.testing.assert_close(mean[0], euler, atol=0 if name in TO_THE_BIT else 2e-7, rtol=0)
-    assert std[0].item() == 0 and mean.isfinite().all() and std.isfinite().all()
-    noiseless_at_the_end = name in ("cps", "consistency", "flow_ddim") and s == 0
-    assert (std[1].item() > 0) == (name != "ode" and not noiseless_at_the_end)
+def test_without_noise_it_is_euler(subtests):
+    for name in FLOWS:
+        for t, s in [(1.0, 0.9), (1.0, 0.0), (0.5, 0.4), (0.3, 0.0), (0.008929, 0.0)]:
+            with subtests.test(name=name, t=t, s=s):
+                mean, std = KERNELS[name](X, V, t, s, torch.tensor([0.0, 0.7]))
+                euler = (X + V * (torch.tensor(s) - torch.tensor(t)))[0]
+                torch.testing.assert_close(
+                    mean[0], euler, atol=0 if name in TO_THE_BIT else 2e-7, rtol=0
+                )
+                assert std[0].item() == 0 and mean.isfinite().all() and std.isfinite().all()
+                noiseless_at_the_end = name in ("cps", "consistency", "flow_ddim") and s == 0
+                assert (std[1].item() > 0) == (name != "ode" and not noiseless_at_the_end)
 
 
 def test_memoryless_and_ancestral_are_two_grids_of_one_process():
@@ -345,39 +348,48 @@ def test_ddim_is_diffusers_step():
             near(mean + std * E, y.prev_sample.flatten(), atol=2e-5)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_rows_of_one_batch_have_their_own_times(name):
-    t = torch.tensor([1.0, 0.6])
-    s = torch.tensor([0.8, 0.0])
-    eta = torch.tensor([0.3, 0.9])
-    together = KERNELS[name](X, V, t, s, eta)
-    for b in range(2):
-        alone = KERNELS[name](X[b : b + 1], V[b : b + 1], float(t[b]), float(s[b]), float(eta[b]))
-        for whole, part in zip(together, alone, strict=True):
-            assert torch.equal(whole[b : b + 1], part)
+def test_rows_of_one_batch_have_their_own_times(subtests):
+    for name in KERNELS:
+        with subtests.test(name=name):
+            t = torch.tensor([1.0, 0.6])
+            s = torch.tensor([0.8, 0.0])
+            eta = torch.tensor([0.3, 0.9])
+            together = KERNELS[name](X, V, t, s, eta)
+            for b in range(2):
+                alone = KERNELS[name](
+                    X[b : b + 1], V[b : b + 1], float(t[b]), float(s[b]), float(eta[b])
+                )
+                for whole, part in zip(together, alone, strict=True):
+                    assert torch.equal(whole[b : b + 1], part)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 1, 2, 2), (2, 4, 3, 2, 2)])
-def test_shapes_and_description(name, shape):
-    mean, std = KERNELS[name](torch.ones(shape), torch.zeros(shape), 0.5, 0.25, 0.5)
-    assert mean.shape == shape and std.shape == (2, *[1] * (len(shape) - 1))
-    assert describe(KERNELS[name])
+def test_shapes_and_description(subtests):
+    for name in KERNELS:
+        for shape in [(2,), (2, 3), (2, 1, 2, 2), (2, 4, 3, 2, 2)]:
+            with subtests.test(name=name, shape=shape):
+                mean, std = KERNELS[name](torch.ones(shape), torch.zeros(shape), 0.5, 0.25, 0.5)
+                assert mean.shape == shape and std.shape == (2, *[1] * (len(shape) - 1))
+                assert describe(KERNELS[name])
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_half_precision_is_computed_in_float32(name, dtype):
-    wide = torch.promote_types(dtype, torch.float32)
-    grid = torch.tensor([0.75, 0.5], dtype=torch.float64)
-    step = KERNELS[name](X.to(dtype), V.to(dtype), grid[0], grid[1], 0.7)
-    expected = KERNELS[name](
-        X.to(dtype).to(wide), V.to(dtype).to(wide), grid[0].to(wide), grid[1].to(wide), 0.7
-    )
-    assert all(
-        part.dtype == wide and torch.equal(part, reference)
-        for part, reference in zip(step, expected, strict=True)
-    )
+def test_half_precision_is_computed_in_float32(subtests):
+    for name in KERNELS:
+        for dtype in [torch.bfloat16, torch.float16, torch.float32, torch.float64]:
+            with subtests.test(name=name, dtype=dtype):
+                wide = torch.promote_types(dtype, torch.float32)
+                grid = torch.tensor([0.75, 0.5], dtype=torch.float64)
+                step = KERNELS[name](X.to(dtype), V.to(dtype), grid[0], grid[1], 0.7)
+                expected = KERNELS[name](
+                    X.to(dtype).to(wide),
+                    V.to(dtype).to(wide),
+                    grid[0].to(wide),
+                    grid[1].to(wide),
+                    0.7,
+                )
+                assert all(
+                    part.dtype == wide and torch.equal(part, reference)
+                    for part, reference in zip(step, expected, strict=True)
+                )
 
 
 def test_a_velocity_of_higher_precision_is_not_rounded():
@@ -436,23 +448,25 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kernel, eta", CASES)
-def test_from_the_exact_marginal_convergence_is_of_first_order(kernel, eta):
-    errors = [final_error(kernel, eta, steps, begin=0.9) for steps in (160, 640, 2560)]
-    # the mean is transported exactly, only the spread is not
-    assert max(mean for mean, _ in errors) < 1e-12
-    assert errors[-1][1] < 5e-4
-    for coarse, fine in zip(errors[:-1], errors[1:], strict=True):
-        assert 3.4 < coarse[1] / fine[1] < 4.6  # four times the steps
+def test_from_the_exact_marginal_convergence_is_of_first_order(subtests):
+    for kernel, eta in CASES:
+        with subtests.test(kernel=kernel, eta=eta):
+            errors = [final_error(kernel, eta, steps, begin=0.9) for steps in (160, 640, 2560)]
+            # the mean is transported exactly, only the spread is not
+            assert max(mean for mean, _ in errors) < 1e-12
+            assert errors[-1][1] < 5e-4
+            for coarse, fine in zip(errors[:-1], errors[1:], strict=True):
+                assert 3.4 < coarse[1] / fine[1] < 4.6  # four times the steps
 
 
-@pytest.mark.parametrize("kernel, eta", [*CASES, (memoryless, 1.0), (flow_ddim, 1.0)])
-def test_from_pure_noise_the_right_marginal_is_reached(kernel, eta):
+def test_from_pure_noise_the_right_marginal_is_reached(subtests):
     """The guard of flow_sde at t = 1 adds an error of order 1 that is forgotten at a rate of
     steps^-(eta^2)."""
-    errors = [final_error(kernel, eta, steps, begin=1.0) for steps in (10, 2560)]
-    assert max(mean for mean, _ in errors) < 1e-12
-    assert errors[1][1] < 1e-3 and errors[1][1] < errors[0][1] / 20
+    for kernel, eta in [*CASES, (memoryless, 1.0), (flow_ddim, 1.0)]:
+        with subtests.test(kernel=kernel, eta=eta):
+            errors = [final_error(kernel, eta, steps, begin=1.0) for steps in (10, 2560)]
+            assert max(mean for mean, _ in errors) < 1e-12
+            assert errors[1][1] < 1e-3 and errors[1][1] < errors[0][1] / 20
 
 
 def test_cps_and_consistency_do_not_converge():
@@ -517,26 +531,27 @@ def test_times_between_two_timesteps_are_those_of_the_later():
     )
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize("scaling", [10.0, 0.01])
-def test_a_consistency_model_is_itself_at_the_first_timestep(prediction, scaling):
+def test_a_consistency_model_is_itself_at_the_first_timestep(subtests):
     """c_skip x + c_out x_0 with tau = scaling i, d = 1/2; the gain is the derivative by the
     output."""
-    x = X.double()
-    output = V.double()
-    plain = Diffusion(prediction)
-    process = Consistent(prediction, scaling=scaling)
-    assert torch.equal(process.clean(x, output, 1 / 1000), x), "timestep 0"
-    for i in (20, 999):
-        t = (i + 1) / 1000
-        tau = scaling * i
-        expected = 0.25 / (tau**2 + 0.25) * x + tau / math.sqrt(tau**2 + 0.25) * plain.clean(
-            x, output, t
-        )
-        torch.testing.assert_close(process.clean(x, output, t), expected)
-        moved = process.clean(x, output + 1, t) - process.clean(x, output, t)
-        torch.testing.assert_close(moved.abs(), process.gain(t, x).expand_as(moved))
-    assert Consistent().scaling == 10.0
+    for prediction in ["epsilon", "v_prediction", "sample"]:
+        for scaling in [10.0, 0.01]:
+            with subtests.test(prediction=prediction, scaling=scaling):
+                x = X.double()
+                output = V.double()
+                plain = Diffusion(prediction)
+                process = Consistent(prediction, scaling=scaling)
+                assert torch.equal(process.clean(x, output, 1 / 1000), x), "timestep 0"
+                for i in (20, 999):
+                    t = (i + 1) / 1000
+                    tau = scaling * i
+                    expected = 0.25 / (tau**2 + 0.25) * x + tau / math.sqrt(
+                        tau**2 + 0.25
+                    ) * plain.clean(x, output, t)
+                    torch.testing.assert_close(process.clean(x, output, t), expected)
+                    moved = process.clean(x, output + 1, t) - process.clean(x, output, t)
+                    torch.testing.assert_close(moved.abs(), process.gain(t, x).expand_as(moved))
+                assert Consistent().scaling == 10.0
 
 
 def test_trigflow_takes_the_steps_of_diffusers_scheduler(monkeypatch):
@@ -571,24 +586,28 @@ def ends(first):
         yield times
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", [1.0, 0.9999999, 0.99999, 0.99967])
-@pytest.mark.parametrize("name", FLOWS)
-def test_a_path_keeps_its_size_in_its_first_and_last_step(name, first, dtype):
+def test_a_path_keeps_its_size_in_its_first_and_last_step(subtests):
     """Data and noise are standard normal, so that states of a flow are sqrt(t^2 + (1 - t)^2)
     large, between 0.7 and 1, and the perfect velocity is known."""
-    for times in ends(first):
-        kernel = KERNELS[name]
-        if hasattr(kernel, "first_step"):
-            kernel = partial(kernel, second=times[1])
-        # one coarse step of Euler to the data is less exact, whatever the sampler
-        for (t, s), (low, high) in ((times[:2], (0.7, 1.2)), (times[-2:], (0.2, 2.5))):
-            size = (t**2 + (1 - t) ** 2).sqrt()
-            x = size.to(dtype).view(1, 1)
-            v = (x * (t - (1 - t)) / size**2).to(dtype)
-            mean, std = kernel(x, v, t, s, 0.7)
-            after = (mean**2 + std**2).sqrt()
-            assert low < float(after) < high, (float(t), after)
+    for dtype in [torch.float32, torch.bfloat16]:
+        for first in [1.0, 0.9999999, 0.99999, 0.99967]:
+            for name in FLOWS:
+                with subtests.test(dtype=dtype, first=first, name=name):
+                    for times in ends(first):
+                        kernel = KERNELS[name]
+                        if hasattr(kernel, "first_step"):
+                            kernel = partial(kernel, second=times[1])
+                        # one coarse step of Euler to the data is less exact, whatever the sampler
+                        for (t, s), (low, high) in (
+                            (times[:2], (0.7, 1.2)),
+                            (times[-2:], (0.2, 2.5)),
+                        ):
+                            size = (t**2 + (1 - t) ** 2).sqrt()
+                            x = size.to(dtype).view(1, 1)
+                            v = (x * (t - (1 - t)) / size**2).to(dtype)
+                            mean, std = kernel(x, v, t, s, 0.7)
+                            after = (mean**2 + std**2).sqrt()
+                            assert low < float(after) < high, (float(t), after)
 
 
 def test_the_first_step_of_a_grid_is_the_published_one_however_it_begins():

@@ -31,13 +31,14 @@ def near(actual, expected):
     torch.testing.assert_close(actual, expected, atol=3e-7, rtol=0)
 
 
-@pytest.mark.parametrize("name", GRIDS)
-@pytest.mark.parametrize("steps", MANY)
-def test_every_grid_falls_from_noise_to_data(name, steps):
-    grid = GRIDS[name](steps, **NEEDS.get(name, {}))
-    assert grid.shape == (steps + 1,) and grid.dtype == torch.float64
-    assert grid[0] == 1 and grid[-1] == 0 and (grid.diff() < 0).all()
-    assert describe(GRIDS[name]) and "steps" not in options(GRIDS[name])
+def test_every_grid_falls_from_noise_to_data(subtests):
+    for name in GRIDS:
+        for steps in MANY:
+            with subtests.test(name=name, steps=steps):
+                grid = GRIDS[name](steps, **NEEDS.get(name, {}))
+                assert grid.shape == (steps + 1,) and grid.dtype == torch.float64
+                assert grid[0] == 1 and grid[-1] == 0 and (grid.diff() < 0).all()
+                assert describe(GRIDS[name]) and "steps" not in options(GRIDS[name])
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -47,10 +48,11 @@ def test_no_steps_no_grid(name, steps):
         GRIDS[name](steps, **NEEDS.get(name, {}))
 
 
-@pytest.mark.parametrize("shift", [0.5, 1.0, 1.7, 3.0, 5.0, 12.0])
-def test_flow_match_euler_is_the_grid_of_diffusers(shift):
-    for steps in MANY:
-        near(flow_match_euler(steps, shift=shift), diffusers_grid(steps, shift=shift))
+def test_flow_match_euler_is_the_grid_of_diffusers(subtests):
+    for shift in [0.5, 1.0, 1.7, 3.0, 5.0, 12.0]:
+        with subtests.test(shift=shift):
+            for steps in MANY:
+                near(flow_match_euler(steps, shift=shift), diffusers_grid(steps, shift=shift))
 
 
 @pytest.mark.parametrize("train_steps", [1, 10, 500])
@@ -82,16 +84,20 @@ def test_the_published_table_of_the_double_shift():
     torch.testing.assert_close(shifted(10), torch.tensor(once).double(), atol=6e-7, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["exponential", "linear"])
-@pytest.mark.parametrize("mu", [0.3, 0.5, 1.15, 2.0])
-def test_dynamic_as_flux_pipelines_ask_for_it(kind, mu):
-    for steps in MANY[:-2]:
-        config = {"use_dynamic_shifting": True, "time_shift_type": kind}
-        begin = numpy.linspace(1.0, 1 / steps, steps)
-        near(dynamic(steps, mu=mu, time_shift=kind), diffusers_grid(steps, begin, mu, **config))
-        if steps > 1:  # Qwen-Image
-            expected = diffusers_grid(steps, begin, mu, shift_terminal=0.02, **config)
-            near(dynamic(steps, mu=mu, time_shift=kind, terminal=0.02), expected)
+def test_dynamic_as_flux_pipelines_ask_for_it(subtests):
+    for kind in ["exponential", "linear"]:
+        for mu in [0.3, 0.5, 1.15, 2.0]:
+            with subtests.test(kind=kind, mu=mu):
+                for steps in MANY[:-2]:
+                    config = {"use_dynamic_shifting": True, "time_shift_type": kind}
+                    begin = numpy.linspace(1.0, 1 / steps, steps)
+                    near(
+                        dynamic(steps, mu=mu, time_shift=kind),
+                        diffusers_grid(steps, begin, mu, **config),
+                    )
+                    if steps > 1:  # Qwen-Image
+                        expected = diffusers_grid(steps, begin, mu, shift_terminal=0.02, **config)
+                        near(dynamic(steps, mu=mu, time_shift=kind, terminal=0.02), expected)
 
 
 def test_dynamic_as_sd3_pipelines_ask_for_it():
@@ -102,31 +108,29 @@ def test_dynamic_as_sd3_pipelines_ask_for_it():
         )
 
 
-@pytest.mark.parametrize("tokens", [64, 256, 1024, 2025, 4096, 8192])
-def test_mu_from_the_number_of_tokens(tokens):
-    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+def test_mu_from_the_number_of_tokens(subtests):
+    for tokens in [64, 256, 1024, 2025, 4096, 8192]:
+        with subtests.test(tokens=tokens):
+            from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    near(dynamic(6, tokens=tokens), dynamic(6, mu=calculate_shift(tokens)))
-    by_tokens = dynamic(
-        6, tokens=tokens, base_shift=0.2, max_shift=0.9, base_tokens=100, max_tokens=8000
-    )
-    near(by_tokens, dynamic(6, mu=calculate_shift(tokens, 100, 8000, 0.2, 0.9)))
+            near(dynamic(6, tokens=tokens), dynamic(6, mu=calculate_shift(tokens)))
+            by_tokens = dynamic(
+                6, tokens=tokens, base_shift=0.2, max_shift=0.9, base_tokens=100, max_tokens=8000
+            )
+            near(by_tokens, dynamic(6, mu=calculate_shift(tokens, 100, 8000, 0.2, 0.9)))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_dynamic_refuses(subtests):
+    for wrong in [
         {},
         {"mu": 1.0, "tokens": 9},
         {"mu": 1.0, "smallest": 0.0},
         {"mu": 1.0, "terminal": 1.5},
         {"tokens": 9, "base_tokens": 5, "max_tokens": 5},
         {"mu": -1.0, "time_shift": "linear"},
-    ],
-)
-def test_dynamic_refuses(wrong):
-    with pytest.raises(ValueError):
-        dynamic(4, **wrong)
+    ]:
+        with subtests.test(wrong=wrong), pytest.raises(ValueError):
+            dynamic(4, **wrong)
 
 
 def test_shift_one_is_linear_and_shifts_multiply():
@@ -146,14 +150,15 @@ def test_shift_one_is_linear_and_shifts_multiply():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("steps", [6, 10])
-def test_every_window_leaves_something_to_train(name, steps):
-    mask = WINDOWS[name](steps)
-    assert mask.shape == (steps,) and mask.dtype == torch.bool and mask.any()
-    assert describe(WINDOWS[name]) and "steps" not in options(WINDOWS[name])
-    with pytest.raises(ValueError):
-        WINDOWS[name](0)
+def test_every_window_leaves_something_to_train(subtests):
+    for name in WINDOWS:
+        for steps in [6, 10]:
+            with subtests.test(name=name, steps=steps):
+                mask = WINDOWS[name](steps)
+                assert mask.shape == (steps,) and mask.dtype == torch.bool and mask.any()
+                assert describe(WINDOWS[name]) and "steps" not in options(WINDOWS[name])
+                with pytest.raises(ValueError):
+                    WINDOWS[name](0)
 
 
 def test_windows():

@@ -18,27 +18,29 @@ WARPS = [
 ]
 
 
-@pytest.mark.parametrize("warp", WARPS, ids=str)
-def test_probabilities_sum_to_one_and_suppressed_ids_have_none(warp):
-    p = warp(LOGITS).softmax(-1)
-    torch.testing.assert_close(p.sum(-1), torch.ones(64))
-    assert not p[:, list(warp.suppressed)].any()
-    support = (p > 0).sum(-1)
-    assert (support <= (warp.top_k or 23)).all() and (support >= 1).all()
+def test_probabilities_sum_to_one_and_suppressed_ids_have_none(subtests):
+    for warp in WARPS:
+        with subtests.test(warp=warp):
+            p = warp(LOGITS).softmax(-1)
+            torch.testing.assert_close(p.sum(-1), torch.ones(64))
+            assert not p[:, list(warp.suppressed)].any()
+            support = (p > 0).sum(-1)
+            assert (support <= (warp.top_k or 23)).all() and (support >= 1).all()
 
 
-@pytest.mark.parametrize("warp", WARPS[:5], ids=str)
-def test_it_is_what_transformers_does(warp):
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+def test_it_is_what_transformers_does(subtests):
+    for warp in WARPS[:5]:
+        with subtests.test(warp=warp):
+            from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    x = LOGITS.clone()
-    for processor in (
-        TemperatureLogitsWarper(warp.temperature) if warp.temperature != 1 else None,
-        TopKLogitsWarper(warp.top_k) if warp.top_k else None,
-        TopPLogitsWarper(warp.top_p) if warp.top_p < 1 else None,
-    ):
-        x = processor(None, x) if processor else x
-    assert torch.equal(warp(LOGITS), x)
+            x = LOGITS.clone()
+            for processor in (
+                TemperatureLogitsWarper(warp.temperature) if warp.temperature != 1 else None,
+                TopKLogitsWarper(warp.top_k) if warp.top_k else None,
+                TopPLogitsWarper(warp.top_p) if warp.top_p < 1 else None,
+            ):
+                x = processor(None, x) if processor else x
+            assert torch.equal(warp(LOGITS), x)
 
 
 def test_nucleus_keeps_the_token_that_crosses():
@@ -105,13 +107,16 @@ def test_greedy_keeps_the_first_of_the_largest():
     ]
 
 
-@pytest.mark.parametrize("warp", WARPS, ids=str)
-def test_many_positions_are_warped_one_by_one(warp):
-    logits = LOGITS.view(4, 16, 23)
-    keep = logits.argmin(-1)
-    whole = warp(logits)
-    warped_logits = warp(logits, keep)
-    for b in range(4):
-        for t in range(16):
-            assert torch.equal(whole[b, t], warp(logits[b, t][None])[0])
-            assert torch.equal(warped_logits[b, t], warp(logits[b, t][None], keep[b, t][None])[0])
+def test_many_positions_are_warped_one_by_one(subtests):
+    for warp in WARPS:
+        with subtests.test(warp=warp):
+            logits = LOGITS.view(4, 16, 23)
+            keep = logits.argmin(-1)
+            whole = warp(logits)
+            warped_logits = warp(logits, keep)
+            for b in range(4):
+                for t in range(16):
+                    assert torch.equal(whole[b, t], warp(logits[b, t][None])[0])
+                    assert torch.equal(
+                        warped_logits[b, t], warp(logits[b, t][None], keep[b, t][None])[0]
+                    )

@@ -40,18 +40,19 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("handling", [{}, {"batch_size": 4}])
-def test_sub_scores_are_averaged_and_the_score_is_the_reward(shape, handling):
-    scorer, values = scored(SHAPES[shape], **handling)
-    torch.testing.assert_close(values, MEANS)
-    scorer.remember()
-    total, count = scorer.sub_scores()["mine/dark"]
-    assert (total / count, count) == (pytest.approx(float((1 - MEANS).mean())), 6)
-    assert set(scorer.sub_scores()) == {"mine/dark"}
-    scorer(MEDIA[:2], asked(2))
-    scorer.remember()
-    assert scorer.sub_scores()["mine/dark"][1] == 2, "those of the last call"
+def test_sub_scores_are_averaged_and_the_score_is_the_reward(subtests):
+    for shape in SHAPES:
+        for handling in [{}, {"batch_size": 4}]:
+            with subtests.test(shape=shape, handling=handling):
+                scorer, values = scored(SHAPES[shape], **handling)
+                torch.testing.assert_close(values, MEANS)
+                scorer.remember()
+                total, count = scorer.sub_scores()["mine/dark"]
+                assert (total / count, count) == (pytest.approx(float((1 - MEANS).mean())), 6)
+                assert set(scorer.sub_scores()) == {"mine/dark"}
+                scorer(MEDIA[:2], asked(2))
+                scorer.remember()
+                assert scorer.sub_scores()["mine/dark"][1] == 2, "those of the last call"
 
 
 def test_sub_scores_without_a_score_are_refused_and_one_alone_is_it():

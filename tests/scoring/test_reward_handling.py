@@ -144,12 +144,13 @@ CONTENT = [
 ]
 
 
-@pytest.mark.parametrize(("what", "one", "other"), CONTENT, ids=[c[0] for c in CONTENT])
-def test_a_key_knows_every_field_of_the_prompt(what, one, other):
-    cache = Cache(10)
-    prompts = [{"text": "a"} | one, {"text": "a"} | other, {"text": "a"} | one]
-    a, b, c = (cache.key(MEDIA[[0, 0, 0]], prompts, [row]) for row in range(3))
-    assert a == c != b
+def test_a_key_knows_every_field_of_the_prompt(subtests):
+    for what, one, other in CONTENT:
+        with subtests.test(what=what, one=one):
+            cache = Cache(10)
+            prompts = [{"text": "a"} | one, {"text": "a"} | other, {"text": "a"} | one]
+            a, b, c = (cache.key(MEDIA[[0, 0, 0]], prompts, [row]) for row in range(3))
+            assert a == c != b
 
 
 def test_keys_of_media_files_and_texts(tmp_path):

@@ -22,9 +22,8 @@ with at_once.ending_at_once():
 """
 
 
-@pytest.mark.parametrize(
-    ("first", "number", "seconds", "ends"),
-    [
+def test_which_signals_ask_for_an_end_at_once(subtests):
+    for first, number, seconds, ends in [
         (signal.SIGINT, signal.SIGINT, 2 * SAME_INSTANT, True),
         (signal.SIGINT, signal.SIGINT, SAME_INSTANT / 2, False),  # a launcher's copy of it
         (signal.SIGINT, signal.SIGTERM, 2 * HANDED_ON, True),
@@ -32,10 +31,9 @@ with at_once.ending_at_once():
         (signal.SIGTERM, signal.SIGTERM, 2 * HANDED_ON, False),  # a scheduler's
         (signal.SIGTERM, signal.SIGINT, 2 * SAME_INSTANT, True),
         (signal.SIGINT, signal.SIGHUP, 2 * HANDED_ON, False),
-    ],
-)
-def test_which_signals_ask_for_an_end_at_once(first, number, seconds, ends):
-    assert asks_again(first, number, seconds) == ends
+    ]:
+        with subtests.test(first=first, number=number):
+            assert asks_again(first, number, seconds) == ends
 
 
 def test_a_library_that_never_returns_is_ended():
