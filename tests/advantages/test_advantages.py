@@ -44,8 +44,7 @@ def near(advantage, expected, atol=2e-6):
     )
 
 
-# -- what the published functions return
-# -------------------------------------------------------------------------------
+# What the published functions return
 
 ABACBA = rollout([0, 1, 0, 2, 1, 0], [{"text": t} for t in "abc"])
 ONE_TO_SIX = torch.arange(1.0, 7.0)
@@ -124,8 +123,7 @@ def test_several_rewards_of_gdpo_flow_factory_and_mix_grpo():
     )
 
 
-# -- contract of everything registered
-# ---------------------------------------------------------------------------------
+# Contract of everything registered
 
 # what they compare, ordinary rows do not have: edges of trees (test_trees.py), tokens, a
 # behaviour, what a policy records; they have their own tests
@@ -293,8 +291,7 @@ def test_a_constant_added_to_one_group_changes_nothing(subtests):
             )
 
 
-# -- oracles
-# --------------------------------------------------------------------------------------------------
+# Oracles
 
 
 def naive(rewards, index, std, ddof, eps, mode):
@@ -398,8 +395,7 @@ def test_a_reward_of_weight_zero_is_only_watched():
         group(Rewards({"a": R8}, {"a": 0.0}), rollout(G8))
 
 
-# -- DDPO's memory
-# --------------------------------------------------------------------------------------------------
+# DDPO's memory
 
 
 def test_ddpo_remembers_and_forgets():
@@ -429,8 +425,7 @@ def test_ddpo_says_what_it_needs():
     assert DDPO(key="caption")(torch.zeros(1), rollout([0], [{"caption": "x"}])).item() == 0
 
 
-# -- logging and several processes
-# -------------------------------------------------------------------------------------
+# Logging and several processes
 
 
 WORKER = """
@@ -549,12 +544,10 @@ def test_every_registered_advantage_is_compared_across_processes():
     assert set(OWN_FILES) == set(COUNTS)
 
 
-# -- transformations
-# ------------------------------------------------------------------------------------
+# Transformations
 
 
-# -- on top of another
-# -------------------------------------------------------------------------------------------
+# On top of another
 
 
 def published_soft(reward, threshold=0.8, above=0.01, below=1.0):

@@ -218,8 +218,7 @@ def test_rewards_of_steps_are_refused_where_whole_samples_are_compared():
     assert Running(base=dr_grpo, eps=0.5)(watched, batch).flatten().tolist() == [-0.5, 0.5]
 
 
-# -- of answers
-# --------------------------------------------------------------------------------------------------
+# Of answers
 
 
 @pytest.mark.parametrize("baseline", [False, True])
@@ -338,8 +337,7 @@ def test_ngrpo_adds_answers_with_the_best_reward():
         same(ngrpo(tensor(REWARD), rollout(), **chosen), rows(expected))
 
 
-# -- on top of another
-# -------------------------------------------------------------------------------------------------
+# On top of another
 
 
 def test_temporal_is_a_parabola_over_the_places():
@@ -581,8 +579,7 @@ def test_ddpo_compares_with_the_buffer_or_with_everything():
     assert resumed.state_dict() == {"rewards": {"prompt 0": [2.0, 3.0, 4.0, 5.0]}}
 
 
-# -- trees
-# --------------------------------------------------------------------------------------------------
+# Trees
 
 
 def tree(splits, factor, steps):
@@ -765,8 +762,7 @@ def test_pruned_width_of_wide_splits_and_of_one_split():
     ]
 
 
-# -- for the log
-# --------------------------------------------------------------------------------------------------
+# For the log
 
 
 def test_statistics_of_the_batch():

@@ -77,8 +77,7 @@ def share_right(i, threshold):
     return fmean([float(REWARD[j] >= threshold) for j in members(i)])
 
 
-# -- weights from the rewards of a group
-# --------------------------------------------------------------------------------------------------
+# Weights from the rewards of a group
 
 
 def beta_density(p, alpha, beta):
@@ -274,8 +273,7 @@ def test_outcomes_of_copo_may_be_answers(answer):
         COPO(frequency="vote")(rewards, rollout())
 
 
-# -- filters
-# --------------------------------------------------------------------------------------------------
+# Filters
 
 
 def quantity(i, name):
@@ -412,8 +410,7 @@ def test_a_filter_of_step_rewards_and_its_mistakes():
         Filtered(keep=[])
 
 
-# -- baselines with a memory or a reference
-# --------------------------------------------------------------------------------------------------
+# Baselines with a memory or a reference
 
 
 def test_pvpo_keeps_the_reward_of_the_first_meeting():
@@ -594,8 +591,7 @@ def test_single_stream_of_single_samples_and_its_mistakes():
         SingleStream(key="name")(tensor([1.0, 0.0, 1.0]), batch)
 
 
-# -- one of the group, and bundles
-# --------------------------------------------------------------------------------------------------
+# One of the group, and bundles
 
 
 @pytest.mark.parametrize("compare", ["sign", "difference"])
@@ -695,8 +691,7 @@ def test_riskpo_without_a_memory_or_a_scale():
         RiskPO(low=0.8, high=0.2)
 
 
-# -- probabilities, tokens, behaviours
-# --------------------------------------------------------------------------------------------------
+# Probabilities, tokens, behaviours
 
 
 def test_unlikely_right_answers_are_paid_more():
@@ -868,7 +863,7 @@ def test_the_filter_whose_rows_tell_the_truth_best_is_chosen():
     same(unknown, Filtered(keep=2, prefer="lowest")(tensor(REWARD), rollout()), atol=0)
 
 
-# -- tasks
+# Tasks
 
 
 TASK = {g: ("count", "read", "draw")[g % 3] for g in range(6)}
@@ -923,8 +918,7 @@ def test_a_task_that_is_missing_leaves_its_share_to_the_others():
         strata(rewards, batch, shares={"a": -1.0})
 
 
-# -- trees
-# --------------------------------------------------------------------------------------------------
+# Trees
 
 
 def two_trees():

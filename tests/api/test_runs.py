@@ -108,14 +108,6 @@ def test_two_runs_leave_no_trace_on_each_other(desk):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_failing_run_leaves_no_trace_either(desk):
-    (desk / "broken.py").write_text("def bad(media, prompts):\n    raise ValueError('no')\n")
-    before = state()
-    with pytest.raises(mmrl.UserError, match="bad"):
-        mmrl.train("tiny.yaml", {"reward": {"broken.py:bad": 1.0}, "run": "bad"}, progress=False)
-    assert state() == before
-
-
 def test_an_edited_file_is_read_again(desk):
     file = desk / "mine.py"
     rewards = []

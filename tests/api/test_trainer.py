@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import mmrl
-from mmrl.experiment.build import read
 from tests.api.worlds import POLICY, QUIET, SMALL, TEXTS, redness
 
 pandas = pytest.importorskip("pandas")
@@ -62,13 +61,6 @@ def test_a_stopped_run_goes_on_to_the_bit(folder):
     assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
 
 
-def test_a_resume_with_other_prompts_is_refused(folder):
-    mmrl.Trainer(POLICY, TEXTS, redness, run="x", **SMALL).train(progress=False)
-    changed = mmrl.Trainer(POLICY, TEXTS[:-1], redness, run="x", **SMALL)
-    with pytest.raises(mmrl.UserError, match="data"):
-        changed.train(resume=True, progress=False)
-
-
 def test_settings_come_from_the_policys_configuration(folder):
     policy = mmrl.load_policy("digits/flow_grpo", {"policy.path": "world:digits/sd3-test"})
     trainer = mmrl.Trainer(policy, TEXTS, redness, group_size=3, iterations=1)
@@ -112,16 +104,6 @@ def test_a_policy_of_ones_own_is_trained_and_its_weights_load_into_it(folder):
     assert more.finished and len(more.metrics) == 3
     with pytest.raises(mmrl.UserError, match="'python:policy' lives in the Python session"):
         _ = mmrl.load_run(run.folder).policy
-
-
-def test_files_and_sources_are_named_as_the_command_line_names_them(folder):
-    (folder / "prompts.txt").write_text("\n".join(TEXTS))
-    trainer = mmrl.Trainer(POLICY, folder / "prompts.txt", "jpeg_compressibility", run="y", **SMALL)
-    run = trainer.train(progress=False)
-    assert read(run.folder / "config.yaml", [])["data"] == {
-        "prompts": {"path": str(folder / "prompts.txt")}
-    }
-    assert mmrl.train(run.folder, {"train.iterations": 3}, resume=True, progress=False).finished
 
 
 def test_a_mistake_is_found_before_a_model_is_built(subtests):

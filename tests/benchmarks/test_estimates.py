@@ -2,12 +2,10 @@
 
 import math
 
-import numpy as np
 import pytest
 from scipy import stats
 
 from mmrl.apps.benchmarks.estimates import mean_of_categories, total
-from mmrl.core.statistics import interval
 
 
 def test_shares_of_single_samples_have_clopper_and_pearsons_interval():
@@ -16,15 +14,6 @@ def test_shares_of_single_samples_have_clopper_and_pearsons_interval():
         exact = stats.binomtest(right, count).proportion_ci(method="exact")
         assert (estimate.low, estimate.high) == pytest.approx((exact.low, exact.high), abs=0.02)
         assert (estimate.mean, estimate.interval) == (right / count, "Gaffke")
-
-
-def test_the_rule_is_that_of_evaluations():
-    chance = np.random.default_rng(0)
-    table = chance.random((1, 12))
-    estimate, rule = total([[float(v)] for v in table[0]]), interval(table)
-    assert (estimate.low, estimate.high, estimate.mean) == pytest.approx(
-        (rule.low, rule.high, rule.mean)
-    )
 
 
 def test_samples_of_a_prompt_that_agree_are_worth_one():
@@ -55,26 +44,3 @@ def test_the_mean_of_categories_weighs_them_alike():
     assert estimate.mean == pytest.approx((0.75 + 0.1) / 2)
     assert estimate.low < estimate.mean < estimate.high and estimate.prompts == 104
     assert estimate == mean_of_categories([few, many])
-
-
-@pytest.mark.parametrize("sizes", [(1,), (1, 2, 5)])
-def test_intervals_cover_with_few_prompts_of_other_sizes(sizes):
-    """Of graded scores of 6 prompts, 19 of 20 intervals hold the true mean."""
-    chance = np.random.default_rng(0)
-    covered = []
-    for _ in range(400):
-        level = chance.beta(2, 3, 6)
-        groups = [[float(v)] * sizes[i % len(sizes)] for i, v in enumerate(level)]
-        estimate = total(groups)
-        covered.append(estimate.low <= 0.4 <= estimate.high)
-    assert np.mean(covered) >= (0.93 if sizes == (1,) else 0.88)
-
-
-def test_a_mean_of_categories_covers():
-    chance = np.random.default_rng(1)
-    covered = []
-    for _ in range(200):
-        parts = [chance.random(n) < share for n, share in ((8, 0.9), (20, 0.5), (5, 0.3))]
-        estimate = mean_of_categories([[[float(v)] for v in part] for part in parts])
-        covered.append(estimate.low <= (0.9 + 0.5 + 0.3) / 3 <= estimate.high)
-    assert np.mean(covered) >= 0.93

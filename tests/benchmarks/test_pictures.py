@@ -219,7 +219,7 @@ def test_geneval_metadata_without_include_are_refused(tmp_path):
         BENCHMARKS.build("geneval", path=tmp_path / "nowhere.jsonl")
 
 
-# ---------------------------------------------------------------- OCR
+# OCR
 
 
 def test_ocr_reads_its_pictures(tmp_path):
@@ -239,7 +239,7 @@ def test_ocr_reads_its_pictures(tmp_path):
     assert [score.value for score in scores] == pytest.approx([1.0, 1 - 1 / 11])
 
 
-# ---------------------------------------------------------------- DPG
+# DPG
 
 HEAD = "item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple"
 CSV = f"""{HEAD},question_natural_language
@@ -313,7 +313,7 @@ def test_answers_of_dpg_must_be_whole(dpg):
         benchmark.score(listed[1:])
 
 
-# ---------------------------------------------------------------- preferences
+# Preferences
 
 
 def test_preferences_are_averaged_by_style(tmp_path):

@@ -19,7 +19,7 @@ def values(benchmark, *texts, items=None, **row):
     return [score.value for score in benchmark.score(rows)]
 
 
-# ---------------------------------------------------------------- RefCOCO
+# RefCOCO
 
 COCO = {
     "images": [{"id": 1, "file_name": "a.jpg", "width": 100, "height": 80, "caption": "the cup"}],
@@ -77,7 +77,7 @@ def test_splits_of_refcoco_are_categories(tmp_path):
     assert [item.category for item in benchmark.items] == ["refcoco_testA", "refcoco_val"]
 
 
-# ---------------------------------------------------------------- ScreenSpot
+# ScreenSpot
 
 
 def test_screenspot_wants_a_point_in_the_box(tmp_path):
@@ -120,7 +120,7 @@ def test_screenspot_wants_a_point_in_the_box(tmp_path):
     assert values(benchmark, "[100, 200]") == [1.0]  # of 200 x 100: (20, 20)
 
 
-# ---------------------------------------------------------------- Geometry3K
+# Geometry3K
 
 
 def test_geometry3k_compares_mathematics(tmp_path):
@@ -147,7 +147,7 @@ def test_inter_gps_letters_and_values_are_right(tmp_path):
     assert values(benchmark, "B", "\\boxed{C}") == [0, 1]
 
 
-# ---------------------------------------------------------------- CLEVR
+# CLEVR
 
 
 def test_clevr_has_kinds_of_questions(tmp_path):
@@ -213,7 +213,7 @@ def test_superclevr_reads_r1vs_rows(tmp_path):
     assert benchmark.items[0].prompt["answer"] == "3" and values(benchmark, "3") == [1]
 
 
-# ---------------------------------------------------------------- charts and documents
+# Charts and documents
 
 
 def test_chartqa_has_two_halves(tmp_path):
@@ -269,7 +269,7 @@ def test_parquet_rows_bring_their_pictures(tmp_path):
     assert benchmark.items[0].prompt["images"][0].size == (40, 30)
 
 
-# ---------------------------------------------------------------- files of answers
+# Files of answers
 
 
 @pytest.fixture

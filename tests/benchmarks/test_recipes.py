@@ -11,7 +11,6 @@ from mmrl.experiment.build import Session, read
 from scripts.dev import recipes_table as recipes
 from tests.benchmarks.files import save_coco_yolos
 from tests.fixtures import tiny_diffusers, tiny_vlms
-from tests.fixtures.tiny_image_rewards import save_hf_clip
 from tests.fixtures.tiny_qwen_rewards import save_video_align
 from tests.fixtures.tiny_rewards import save_tiny_clip
 
@@ -32,16 +31,6 @@ def geneval(tmp):
     return [*sd3(tmp), *FEW, *models, f"reward.geneval.clip={save_tiny_clip(tmp / 'clip')}"]
 
 
-def ocr(tmp):
-    pytest.importorskip("rapidocr_onnxruntime")
-    return [*FEW, "reward.ocr.side=32", "reward.ocr.threads=1"]
-
-
-def pickscore(tmp):
-    model = save_hf_clip(tmp / "pick")
-    return [*sd3(tmp), f"reward.pickscore.model={model}", f"reward.pickscore.processor={model}"]
-
-
 def flux(tmp):
     path = tiny_diffusers.folder("flux")
     sizes = ["policy.size=16", "policy.steps=4", "policy.dtype=float32", "policy.lora=2"]
@@ -51,12 +40,6 @@ def flux(tmp):
 def branch(tmp):
     splits = ["policy.tree.splits=[0]", "policy.steps=3", "train.gradient_checkpointing=false"]
     return [*flux(tmp), *splits]
-
-
-def qwen_image(tmp):
-    path = tiny_diffusers.folder("qwen_image")
-    sizes = ["policy.size=16", "policy.steps=5", "policy.dtype=float32", "policy.text_length=8"]
-    return [f"policy.path={path}", *sizes, "policy.lora=2", *ocr(tmp)]
 
 
 def wan(tmp):
@@ -75,15 +58,8 @@ def vlm(tmp):
 
 LEARNING = {
     "sd3_flow_grpo_geneval": geneval,
-    "sd3_nft_ocr": lambda tmp: [*sd3(tmp), *ocr(tmp)],
-    "sd3_dgpo_pickscore": pickscore,
-    "flux_dance_grpo_hpsv2": flux,
     "flux_branch_grpo_hpsv2": branch,
-    "qwen_image_flow_grpo_ocr": qwen_image,
     "wan_flow_grpo_motion": wan,
-    "vlm_geometry3k": vlm,
-    "vlm_chartqa": vlm,
-    "vlm_docvqa": vlm,
     "vlm_refcoco": vlm,
 }
 

@@ -81,7 +81,6 @@ def blocks(page: Path) -> list[Block]:
     return fenced
 
 
-# ---------------------------------------------------------------------------------------------
 # docs/extending.md
 
 GUIDE = blocks(DOCS / "extending.md")
@@ -180,7 +179,6 @@ def run(command: str, where: str) -> None:
         raise AssertionError(f"{where}: {error}") from error
 
 
-# ------------------------------------------------------------------------------------------
 # docs/configuration.md
 
 
@@ -222,7 +220,6 @@ def test_the_example_of_batch_arithmetic_is_right():
         ), name
 
 
-# --------------------------------------------------------------------------------------------------
 # every page
 
 CONFIGS = [(page, block) for page in PAGES if page.name != "extending.md" for block in blocks(page)]
@@ -236,10 +233,13 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("page", "line"), COMMANDS, ids=[f"{page.stem}-{line[:60]}" for page, line in COMMANDS]
-)
-def test_a_command_on_a_page_parses_and_its_overrides_are_valid(page, line, tmp_path):
+def test_a_command_on_a_page_parses_and_its_overrides_are_valid(subtests):
+    for page, line in COMMANDS:
+        with subtests.test(page.name, line=line):
+            assert_valid(page, line)
+
+
+def assert_valid(page, line):
     """`mmrl train NAME a.b=c` on a shipped configuration must check; other programs and files must
     exist."""
     words = shlex.split(line, comments=True)
@@ -296,20 +296,20 @@ def check_comparison(words: list[str]) -> None:
 YAMLS = [(page, block) for page, block in CONFIGS if block.kind == "yaml"]
 
 
-@pytest.mark.parametrize(("page", "block"), YAMLS, ids=[f"{p.stem}-{b.line}" for p, b in YAMLS])
-def test_a_piece_of_configuration_on_a_page_is_valid(page, block, tmp_path, monkeypatch):
+def test_a_piece_of_configuration_on_a_page_is_valid(tmp_path, monkeypatch, subtests):
     """Laid over the shipped quickstart, whose sections it replaces."""
-    whole = yaml.safe_load((ROOT / "configs/digits/flow_grpo.yaml").read_text()) | yaml.safe_load(
-        block.text
-    )
-    if "my_" in block.text:
-        pytest.skip("names a file of the reader's own")
-    if "place: ray" in block.text:
-        pytest.importorskip("ray")
-    file = tmp_path / "piece.yaml"
-    file.write_text(yaml.safe_dump(whole, sort_keys=False).replace(": 0.0001\n", ": 1e-4\n"))
+    shipped = yaml.safe_load((ROOT / "configs/digits/flow_grpo.yaml").read_text())
     monkeypatch.chdir(ROOT)
-    config.check(config.load(file))
+    file = tmp_path / "piece.yaml"
+    for page, block in YAMLS:
+        if "my_" in block.text:
+            continue  # names a file of the reader's own
+        with subtests.test(page.name, line=block.line):
+            if "place: ray" in block.text:
+                pytest.importorskip("ray")
+            whole = yaml.safe_dump(shipped | yaml.safe_load(block.text), sort_keys=False)
+            file.write_text(whole.replace(": 0.0001\n", ": 1e-4\n"))
+            config.check(config.load(file))
 
 
 def on_pages(pattern):

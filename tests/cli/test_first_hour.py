@@ -76,7 +76,6 @@ def refusal(desk, monkeypatch, *words):
     return str(done.exception)
 
 
-# --------------------------------------------------------------------------------------------------
 # mmrl list, --version, completion
 
 
@@ -154,7 +153,6 @@ def test_version_and_completion(desk, monkeypatch):
     assert completion.of_list("rew") == ["rewards"]
 
 
-# --------------------------------------------------------------------------------------------------
 # names
 
 
@@ -176,12 +174,6 @@ def test_a_run_of_a_file_in_the_working_directory_is_called_as_the_file():
     assert run_folder(Nothing, Path("configs/digits/nft.yaml")).name.startswith("digits-nft-2")
 
 
-def test_what_is_so_is_a_note_and_no_warning(desk):
-    events = [json.loads(line) for line in (desk / "first" / "events.jsonl").open()]
-    assert [event for event in events if event["kind"] == "warning"] == []
-
-
-# --------------------------------------------------------------------------------------------------
 # folders that cannot be written
 
 
@@ -223,7 +215,6 @@ def test_what_a_disk_refuses_later_is_a_sentence_too(desk, monkeypatch, capsys):
     check_writable(desk)
 
 
-# --------------------------------------------------------------------------------------------------
 # evaluate and sample
 
 

@@ -7,8 +7,8 @@ import textwrap
 import pytest
 
 from mmrl.config import build
-from mmrl.core.errors import UserError, a_or_an
-from mmrl.core.registry import OBJECTIVES, OPTIMIZERS, REWARDS, load_built_in, options
+from mmrl.core.errors import UserError
+from mmrl.core.registry import OBJECTIVES, REWARDS, load_built_in
 from mmrl.experiment.build import read
 
 load_built_in()
@@ -39,38 +39,6 @@ def test_a_dataclass_on_a_dataclass_of_ours_has_one_more_option(module, future):
     assert (objective.extra, objective.weighting, objective.clip_range) == (2.0, "t", 1.0)
     with pytest.raises(UserError, match="weighting: expected one of 'uniform', 't'"):
         build({name: {"weighting": "x"}}, OBJECTIVES)
-
-
-def test_a_dataclass_on_a_class_with_a_constructor_has_its_options_too(module):
-    name = module(
-        "gradient",
-        """
-        from __future__ import annotations
-        from dataclasses import dataclass
-        from mmrl.objectives.policy_gradient import PolicyGradient
-
-        @dataclass
-        class Middle(PolicyGradient):
-            margin: float = 0.5
-
-        @dataclass
-        class Mine(Middle):
-            extra: float = 1.0
-        """,
-    )
-    objective = build(
-        {name: {"extra": 2, "timestep_selection": "random", "kl": 0.1, "margin": 3}}, OBJECTIVES
-    )
-    assert (objective.extra, objective.margin, objective.kl.weight) == (2.0, 3.0, 0.1)
-    assert objective.timestep_selection == "random" and objective.snapshots == ("ref",)
-    assert {"surrogate", "clip_range", "margin", "extra"} <= set(options(type(objective)))
-
-
-def test_articles():
-    with pytest.raises(UserError, match="expected an optimizer, name or"):
-        build(3, OPTIMIZERS)
-    names = ("objective", "SDE type", "estimator", "reward", "policy", "artifact", "LoRA", "user")
-    assert [a_or_an(name).split()[0] for name in names] == "an an an a a an a a".split()
 
 
 FILE = """\

@@ -207,8 +207,7 @@ def test_a_recipe_learns_for_two_iterations(recipe, caplog):
     assert trainer.iteration == trainer.update.step == 2
 
 
-# ------------------------------------------------------------------------------- what is better is
-# worth more
+# What is better is worth more
 
 THOUGHT = "<think>so it is</think>"
 DRAWING = '<svg viewBox="0 0 8 8"><rect x="1" y="2" width="4" height="5" fill="red"/></svg>'
@@ -301,47 +300,6 @@ def test_the_better_of_two_answers_has_the_greater_advantage(recipe):
         better = worth[[0, 1, 3]]
         worse = worth[[2, 4]]
         assert better.min() > worse.max() and better.min() > 0 > worse.max(), (kind, worth.tolist())
-
-
-def worth_of_found_steps(loaded, groups=100):
-    """Mean advantage of the tokens that complete a key step, over groups of eight ground truths
-    drawn at random, each of which names each of two steps or does not."""
-    prompt = {"text": "how many?", "answer": "12", "key_steps": ["3 boxes", "4 each"]}
-    generator = torch.Generator().manual_seed(0)
-    values = []
-    for _ in range(groups):
-        texts = []
-        for steps in (torch.rand(8, 2, generator=generator) < 0.5).tolist():
-            mentioned = [
-                text for text, mentions in zip(prompt["key_steps"], steps, strict=True) if mentions
-            ]
-            texts.append(f"<think>So. {'. '.join(mentioned)}.</think><answer>12</answer>")
-        worth = compared(loaded, texts, [prompt] * 8)
-        ends = [
-            (row, text.index(step) + len(step) - 1)
-            for row, text in enumerate(texts)
-            for step in prompt["key_steps"]
-            if step in text
-        ]
-        values += [float(worth[row, token]) for row, token in ends]
-    return sum(values) / len(values)
-
-
-@pytest.mark.parametrize("recipe", ["step_grpo"], indirect=True)
-def test_a_key_step_that_is_found_is_pushed_up(recipe):
-    loaded = read(recipe, [])
-    assert worth_of_found_steps(loaded) > 0.3
-    prompt = {"text": "how many?", "answer": "12", "key_steps": ["3 boxes", "4 each"]}
-    form = "<think>Description. {} Rationale.</think><answer>{}</answer>"
-    answers = [
-        form.format(*case)
-        for case in (("3 boxes. 4 each.", 12), ("3 boxes.", 12), ("", 12), ("4 each.", 13))
-    ]
-    worth = compared(loaded, answers, [prompt] * 4).nanmean(1)
-    assert (worth.diff() < 0).all()
-    old = ["reward.key_steps={answer: 0.5, each: true}", "advantage=process"]
-    # why the recipe does not compare tokens with one mean
-    assert worth_of_found_steps(read(recipe, old)) < -0.1
 
 
 def better_and_worse(sections):

@@ -1,4 +1,4 @@
-"""Golden trajectories: twenty iterations of six families in float64 give the losses and gradients
+"""Golden trajectories: six iterations of six families in float64 give the losses and gradients
 that are written down in ``golden.json``. Refactoring must not move them.
 
 ``python -m tests.core.test_golden`` rewrites the file, after a change that was meant to move them.
@@ -69,7 +69,7 @@ def trajectory(family: str) -> list[list[float]]:
         options,
     )
     columns = ("loss", "grad_norm", "reward/mean")
-    iterations = [trainer.iterate() for _ in range(20)]
+    iterations = [trainer.iterate() for _ in range(6)]
     return [[metrics[name] for name in columns] for metrics in iterations]
 
 

@@ -127,7 +127,7 @@ def test_the_interval_of_a_mean_covers_it_with_few_prompts(prompts):
 
 def test_a_small_gain_of_a_reward_of_0_and_1_is_covered(subtests):
     """+0.05, of which few prompts often show nothing."""
-    for prompts in [5, 10, 20, 30]:
+    for prompts in [5, 20]:
         for copies in [1, 4]:
             with subtests.test(prompts=prompts, copies=copies):
                 rng = np.random.default_rng(prompts)
@@ -144,7 +144,7 @@ def test_a_small_gain_of_a_reward_of_0_and_1_is_covered(subtests):
 def test_means_whose_intervals_are_apart_never_go_with_a_difference_that_is_not_shown(kind):
     rng = np.random.default_rng(4)
     apart = 0
-    for trial in range(400):
+    for trial in range(150):
         prompts = int(rng.integers(2, 25))
         first = rng.normal(size=(1, prompts))
         second = rng.normal(size=(1, prompts)) + 2 * rng.random()

@@ -68,11 +68,6 @@ def test_shares_are_met_after_every_iteration_and_sources_go_through_their_epoch
                 assert len(own) == len(mixed.members[name])
 
 
-def test_without_weights_every_prompt_counts_the_same(files):
-    found = Counter(p["text"] for p in drawn(made(files).train, 16, count=16))
-    assert set(found.values()) == {16}
-
-
 def test_stages_begin_at_their_iteration_and_resume_needs_no_memory(files):
     stages = [[0, {"words": 1}], [4, {"words": 1, "pictures": 3}], [8, {"pictures": 1}]]
     one = made(files, stages=stages).train
@@ -124,7 +119,6 @@ def test_what_a_policy_leaves_out_leaves_every_curriculum(files):
     assert isinstance(left.inner.inner, Mixture)
 
 
-# --------------------------------------------------------------------------------------------------
 # hints
 
 
@@ -149,7 +143,6 @@ def test_hints_are_a_part_of_the_answer_that_fades(files):
     assert not any("prefill" in p for p in [*source.train, *source.held_out])
 
 
-# --------------------------------------------------------------------------------------------------
 # replay
 
 

@@ -115,12 +115,6 @@ def test_files_are_decoded_only_where_their_end_does_not_tell_or_the_user_asks(f
     assert scan([str(folder / "hurt.png")])[0].problem, "a later start knows it"
 
 
-def test_many_pictures_are_announced(folder, monkeypatch, capsys):
-    monkeypatch.setattr(scanning, "ANNOUNCED", 2)
-    scan([str(folder / "whole.png"), str(folder / "more.jpg")])
-    assert "looking at 2 files, once" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["cut.png", "cut.jpg", "text.png"])
 def test_one_bad_picture_is_named_or_left_out_as_asked(folder, name):
     path = rows(folder, ["whole.png", name, "more.jpg"])

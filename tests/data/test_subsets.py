@@ -1,6 +1,5 @@
 """Prompts chosen by rewards recorded in a file: what is written, read and kept."""
 
-import itertools
 import json
 from statistics import fmean
 
@@ -12,14 +11,12 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.data.base import Outcome, batch
 from mmrl.zoo.curricula.drawing import with_entries
-from mmrl.zoo.curricula.features import features_of
 from mmrl.zoo.curricula.subsets import (
     ByVariance,
     Depo,
     Limr,
     Recorded,
     alignment,
-    by_density,
     pagerank,
     read_curves,
     spread_out,
@@ -149,13 +146,6 @@ def test_rows_are_spread_out_by_the_greedy_determinant():
     assert spread_out(rows, quality, 6) == expected
 
 
-def test_of_copies_of_a_text_one_is_kept():
-    texts = ["a red box on a table"] * 4 + ["two green dogs", "how many cats sleep there"]
-    features = features_of([{"text": text} for text in texts], None, 6, "depo")
-    chosen = spread_out(features, pagerank(features, 0.85), 3)
-    assert {texts[row] for row in chosen} == set(texts)
-
-
 def test_depo_keeps_prompts_of_middle_difficulty(tmp_path):
     path = recorded(tmp_path, RATES * 4)
     source = Bernoulli(RATES * 4)
@@ -177,16 +167,6 @@ def test_depo_takes_embeddings_of_every_prompt(tmp_path):
     np.save(file, np.eye(4))
     with pytest.raises(UserError, match="a row for each of the 24 prompts"):
         Depo(Bernoulli(RATES), path, embeddings=file)
-
-
-def test_entries_are_drawn_by_their_weights():
-    logs = {0: 0.0, 1: -1.0, 2: -3.0, 3: -30.0}
-    counts = dict.fromkeys(itertools.combinations(range(4), 1), 0)
-    for seed in range(600):
-        counts[tuple(by_density(logs, 0.25, seed))] += 1
-    total = sum(np.exp(list(logs.values())))
-    for entry, log in logs.items():
-        assert counts[(entry,)] / 600 == pytest.approx(np.exp(log) / total, abs=0.06)
 
 
 def test_rewards_of_a_reference_choose_prompts_too(tmp_path):

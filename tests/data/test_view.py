@@ -12,7 +12,6 @@ from mmrl.apps.dry_run.dryrun import dry_run
 from mmrl.apps.dry_run.page import lines
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
-from mmrl.data.view import Spread, side_of, thumbnail
 from mmrl.experiment import build
 
 CONFIG = """
@@ -114,20 +113,3 @@ def test_a_dry_run_and_training_say_how_the_data_is_split(folder):
     )
     _, summaries = build.read_data(build.read(file, []))
     assert summaries[0].lines()[0] == line.removeprefix("data").strip()
-
-
-def test_numbers_are_described():
-    spread = Spread.of("x", [1, 2, 3, 4, 100])
-    assert (spread.low, spread.middle, spread.most, spread.high) == (1, 3, 100, 100)
-    assert spread.bars[0] == 1 and spread.bars[-1] == 0.25
-    assert Spread.of("x", []) is None and Spread.of("x", [2, 2]).words() == "2"
-
-
-def test_a_side_without_pictures_or_with_broken_ones_is_shown():
-    prompts = [{"text": "a"}, {"text": "a", "images": ["/nowhere.png"]}]
-    side = side_of("train", prompts, 4)
-    assert side.pictures == 1 and [each["picture"] for each in side.shown] == ["", ""]
-    picture = Image.new("RGB", (400, 300))
-    prompt = {"text": "b", "boxes": [0.1, 0.1, 0.5, 0.5], "space": "rel1"}
-    assert thumbnail(picture, prompt).startswith("data:image/jpeg;base64,")
-    assert side_of("held out", [], 4).prompts == 0

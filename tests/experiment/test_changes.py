@@ -44,9 +44,8 @@ def effects(folder, *overrides, plain=PLAIN):
     }
 
 
-@pytest.mark.parametrize(
-    ("override", "path", "effect"),
-    [
+def test_the_table_of_changes(tmp_path, subtests):
+    for override, path, effect in [
         ("train.iterations=20", "train.iterations", "free"),
         ("train.save_every=3", "train.save_every", "free"),
         ("train.micro_batch_size=4", "train.micro_batch_size", "free"),
@@ -72,10 +71,9 @@ def effects(folder, *overrides, plain=PLAIN):
         ("advantage=grpo", "advantage.group.eps", "refused"),
         ("optimizer=sgd", "optimizer", "refused"),
         ("reward={jpeg_incompressibility: 1.0}", "reward", "refused"),
-    ],
-)
-def test_the_table_of_changes(tmp_path, override, path, effect):
-    assert effects(tmp_path, override) == {path: effect}
+    ]:
+        with subtests.test(override=override, path=path):
+            assert effects(tmp_path, override) == {path: effect}
 
 
 def test_a_schedule_that_ends_later_is_another_schedule(tmp_path):
@@ -84,9 +82,8 @@ def test_a_schedule_that_ends_later_is_another_schedule(tmp_path):
     assert effects(tmp_path, "train.iterations=20", plain=plain) == {"train.iterations": "warned"}
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
+def test_what_is_written_otherwise_and_means_the_same_is_no_change(tmp_path, subtests):
+    for override in [
         "advantage={group: {ddof: 1, eps: 1e-8}}",
         "advantage={dance_grpo: {eps: 1e-8}}",
         "train.seed=0",
@@ -94,10 +91,9 @@ def test_a_schedule_that_ends_later_is_another_schedule(tmp_path):
         "data={digits: {}}",
         "reward=[jpeg_compressibility]",
         "reward.jpeg_compressibility={weight: 1.0, quality: 95}",
-    ],
-)
-def test_what_is_written_otherwise_and_means_the_same_is_no_change(tmp_path, override):
-    assert effects(tmp_path, override) == {}
+    ]:
+        with subtests.test(override=override):
+            assert effects(tmp_path, override) == {}
 
 
 def test_a_preset_and_what_it_fills_in_are_equal(tmp_path):
@@ -120,12 +116,11 @@ def test_the_refusal_is_one_sentence_with_the_remedies(tmp_path):
     assert len(warnings) == 3 and any("lr was 0.001 and is now 0.0001" in x for x in warnings)
 
 
-@pytest.mark.parametrize(
-    "stored", [None, "policy: {gone: {}}", "[1]", "policy: {sd3: {kernel: a}}"]
-)
-def test_a_checkpoint_of_another_version_is_no_obstacle(tmp_path, stored):
-    notes = changes.admit(stored, loaded(tmp_path, PLAIN), tmp_path)
-    assert len(notes) == (stored is not None)
+def test_a_checkpoint_of_another_version_is_no_obstacle(tmp_path, subtests):
+    for stored in [None, "policy: {gone: {}}", "[1]", "policy: {sd3: {kernel: a}}"]:
+        with subtests.test(stored=stored):
+            notes = changes.admit(stored, loaded(tmp_path, PLAIN), tmp_path)
+            assert len(notes) == (stored is not None)
 
 
 @pytest.fixture

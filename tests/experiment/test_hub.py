@@ -87,9 +87,7 @@ def test_a_hub_that_cannot_be_reached_is_the_cause_that_is_named(hub):
 
 REWARDS = {
     "pickscore": "yuvalkirstain/PickScore_v1",
-    "clip_score": "timm/vit_large_patch14_clip_224.openai",
     "{clip_score: {model: 'hf-hub:own/modle'}}": "own/modle",
-    "{image_reward: {weights: own/modle/file.pt}}": "own/modle",
     "{judge_yes_no: {model: {local: {path: own/terms}}}}": "own/terms",
 }
 

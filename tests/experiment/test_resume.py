@@ -266,7 +266,6 @@ def test_a_checkpoint_without_the_memory_of_an_advantage_is_refused():
         memory.restore(bound("temporal", base=DDPO()), written)
 
 
-# ----------------------------------------------------------------------------------------------
 # snapshots and shards
 
 

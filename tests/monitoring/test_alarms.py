@@ -146,7 +146,6 @@ def test_samples_that_collapse_raise_an_alarm(subtests):
             assert [alarm for _, alarm in raised] == [kind] and 30 <= raised[0][0] <= 40
 
 
-# --------------------------------------------------------------------------------------------------
 # the parts
 
 
@@ -275,7 +274,6 @@ def test_monitor_is_weight_0_and_may_fail():
         Scorer({"watch": broken})(pictures(4), [{"text": "a"}] * 4)
 
 
-# --------------------------------------------------------------------------------------------------
 # in a run
 
 MINE = '''

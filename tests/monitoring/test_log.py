@@ -137,14 +137,6 @@ def test_plain_progress_is_a_line_now_and_then(capsys):
     assert "reward 0.310" in shown[1] and "1:09 left" in shown[1]
 
 
-def test_plain_progress_counts_time_from_where_a_run_was_resumed(capsys):
-    now = iter([0.0, 10.0])
-    bar = progress._Lines("training", clock=lambda: next(now))
-    bar.begin(total=30, start=20)
-    bar.update(25)
-    assert "0:10 left" in capsys.readouterr().out
-
-
 def test_a_bar_on_a_terminal(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     bar = progress.progress_for("training")
@@ -182,15 +174,6 @@ def test_a_terminal_of_any_kind_and_width_shows_every_stretch(monkeypatch, term)
     assert isinstance(bar, progress._Lines) == (term == "dumb")
     if term == "dumb":
         assert lines[0].startswith("training 1/200")
-
-
-def test_clock_time():
-    assert [progress.clock_time(t) for t in (0, 59.6, 245, 3723)] == [
-        "0:00",
-        "1:00",
-        "4:05",
-        "1:02:03",
-    ]
 
 
 def test_the_machine_describes_itself_in_json():

@@ -22,9 +22,8 @@ from mmrl.core.machine import machine
 from mmrl.core.media.sound import with_sound
 from mmrl.core.paths import config_names, find_config
 from mmrl.monitoring.log import RunLog
-from mmrl.monitoring.report import charts
 from mmrl.monitoring.report.charts import Chart, Series
-from mmrl.monitoring.report.evidence import Estimate, alike, read_evaluation, verdict
+from mmrl.monitoring.report.evidence import read_evaluation, verdict
 from mmrl.monitoring.report.page import before_after_picture, write_report
 from mmrl.monitoring.report.runs import read_run
 
@@ -296,14 +295,6 @@ def test_estimates_without_an_interval(tmp_path):
     )
 
 
-def test_the_numbers_of_a_line_have_equally_many_decimals():
-    assert str(Estimate(0.11, 0.0946, 0.12)) == "0.11 [0.09, 0.12]"
-    assert alike((0.0224, -0.0132, 0.058), "+") == ["+0.0224", "−0.0132", "+0.0580"]
-    assert alike((0.04, 0.01, 0.07), "+") == ["+0.04", "+0.01", "+0.07"]
-    assert alike((51.25, 40.0, 62.5)) == ["51.2", "40.0", "62.5"]
-    assert alike((1e-5, 0.0, 2e-5)) == ["1e−5", "0", "2e−5"]
-
-
 def test_no_run_is_a_readable_message(tmp_path):
     make_run(tmp_path / "runs" / "digits-1", iterations=1)
     with pytest.raises(UserError, match=r"did you mean 'digits-1'"):
@@ -337,30 +328,6 @@ def test_any_curve_can_be_drawn(y, zero, wide):
             px, py = map(float, point.split(","))
             assert 0 <= px <= 1040 and 0 <= py <= 310
     chart.latest()
-
-
-@given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e6))
-def test_ticks_are_round_and_inside(low, width):
-    marks = charts.ticks(low, low + width)
-    assert 2 <= len(marks) <= 11
-    assert all(low - 1e-6 * width <= mark <= low + width * (1 + 1e-6) for mark in marks)
-
-
-def test_smoothing_has_no_bias_at_the_start_and_keeps_gaps():
-    assert charts.smooth([2.0] * 5, 4) == pytest.approx([2.0] * 5)
-    assert charts.smooth([1.0, None, 1.0], 3) == [1.0, None, 1.0]
-    ramp = charts.smooth([float(i) for i in range(200)], 9)
-    # the lag of an exponential average with weight 0.2
-    assert ramp[-1] == pytest.approx(199 - (1 - 0.2) / 0.2)
-
-
-def test_numbers_for_readers():
-    shown = [
-        charts.number(v)
-        for v in (0.8333, 1.87e-3, 1e-4, -2.5e-7, 1240.0, 0, None, float("nan"), 3e8)
-    ]
-    assert shown == ["0.833", "0.00187", "1e−4", "−2.5e−7", "1,240", "0", "–", "–", "3e8"]
-    assert charts.tick_labels([0.9998, 1.0, 1.0002]) == ["0.9998", "1.0000", "1.0002"]
 
 
 def test_configurations_are_found_by_path_and_by_name(tmp_path, monkeypatch):

@@ -67,7 +67,6 @@ def gradients(policy, objective, points):
     return total, torch.cat(found).double()
 
 
-# --------------------------------------------------------------------------------------------------
 # closed forms
 
 
@@ -125,7 +124,6 @@ def test_divergences_of_steps_equal_torchs(stds):
     torch.testing.assert_close(p.kl(q, Divergence("jensen_shannon", mix)), wanted)
 
 
-# --------------------------------------------------------------------------------------------------
 # teachers
 
 
@@ -143,8 +141,7 @@ def test_from_itself_there_is_nothing_to_learn(subtests):
                 assert abs(total) < 1e-12 and grad.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "kind"), zip(MODELS, [*KINDS, *KINDS], strict=True))
 def test_real_classes_teach_themselves_nothing_and_another_something(name, kind):
     policy = made("policies", name)
     prompts = prompts_for(policy)[:2]
@@ -221,8 +218,7 @@ def test_beside_rewards_it_is_added_to_their_policy_gradient():
     torch.testing.assert_close(mixed.loss(policy, point), wanted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("family", "kind"), zip(FAMILIES, [*KINDS, *KINDS], strict=False))
 def test_a_policy_comes_to_its_teacher(family, kind):
     policy = toys.make(family)
     by = 0.3 if family in ("masked", "causal") else 0.05
@@ -244,7 +240,6 @@ def test_a_policy_comes_to_its_teacher(family, kind):
     assert sum(distances[-2:]) / 2 < 0.5 * distances[0], distances
 
 
-# --------------------------------------------------------------------------------------------------
 # as a configuration
 
 

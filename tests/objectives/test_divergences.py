@@ -414,7 +414,7 @@ def test_sums_over_a_vocabulary_that_nobody_keeps_are_refused(options, tmp_path)
         KL(weight=1.0, divergence="renyi").of(dist, dist, None, None)
 
 
-# -- weights
+# Weights
 
 
 def test_the_schedule_may_be_a_half_cosine():
@@ -511,7 +511,7 @@ def test_distances_of_velocities_share_weights_and_reference(name):
         config.build({name: {"kl": {"weight": 0.1, "form": "k3"}}}, OBJECTIVES)
 
 
-# -- a reference that is refreshed
+# A reference that is refreshed
 
 
 def trainer_of(iterations=6, make=None, **refresh):

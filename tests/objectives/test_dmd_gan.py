@@ -216,7 +216,6 @@ def test_passes_change_nothing(micro):
     torch.testing.assert_close(weights(micro), weights(4), rtol=0, atol=1e-6)
 
 
-# --------------------------------------------------------------------------------------------------
 # networks
 
 
@@ -278,7 +277,6 @@ def test_networks_that_cannot_be_read_are_refused(net, says):
         hidden()
 
 
-# --------------------------------------------------------------------------------------------------
 # what does not fit
 
 

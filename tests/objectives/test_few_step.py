@@ -188,7 +188,6 @@ def test_discrete_times_are_those_of_lcm():
     assert torch.equal(nexts, (steps - 20).clamp_min(0))
 
 
-# --------------------------------------------------------------------------------------------------
 # distribution matching
 
 
@@ -251,7 +250,6 @@ def test_the_fake_model_learns_what_the_student_predicts():
     torch.testing.assert_close(loss[:, 0], error.square().mean(1))
 
 
-# --------------------------------------------------------------------------------------------------
 # training
 
 

@@ -57,7 +57,6 @@ def right(policy, steps):
     return (rollout.sample - rollout.cond["mean"][rollout.group])[:, 0].mean().item()
 
 
-# --------------------------------------------------------------------------------------------------
 # distribution matching
 
 
@@ -145,7 +144,6 @@ def test_a_run_resumes_to_the_bit(make, tmp_path):
     resumes(fresh, tmp_path)
 
 
-# --------------------------------------------------------------------------------------------------
 # consistency
 
 
@@ -205,7 +203,6 @@ def test_a_consistency_student_goes_where_rewards_lead():
     assert "reward/differentiated" in metrics
 
 
-# --------------------------------------------------------------------------------------------------
 # what does not fit
 
 

@@ -547,8 +547,7 @@ def test_schedule_matched_weights_are_those_of_the_passes():
             )
 
 
-# -- which tokens an estimator hides, counted
-# ------------------------------------------------------------------------
+# Which tokens an estimator hides, counted
 
 
 class Hides:

@@ -75,17 +75,26 @@ OF_GROUPS = {
     for name, entry in OBJECTIVES.items()
     if isinstance(entry, type) and issubclass(entry, GroupLoss)
 }
-PAIRS = [
-    (name, kind)
+# Answers of the data are rewarded by nothing: tests/objectives/test_supervised.py. Teachers take
+# the place of rewards: test_distillation.py, test_few_step.py. laser needs a further token, which
+# toys have not: tests/policies/vlm/test_self_scores.py.
+REWARDED = {
+    name: entry
     for name, entry in OBJECTIVES.items()
-    for kind in KIND
-    # answers of the data are rewarded by nothing: tests/objectives/test_supervised.py; teachers
-    # take the place of rewards: test_distillation.py, test_few_step.py; laser needs a further token
-    # answers, which toys have not: tests/policies/vlm/test_self_scores.py
-    if not unsuited(entry, KIND[kind])
-    and not entry.requires.supervised
-    and name not in ("laser", "distill", "dmd")
-]
+    if not entry.requires.supervised and name not in ("laser", "distill", "dmd")
+}
+
+
+def one_of_each_sort():
+    """For every objective a kind of latents and a kind of tokens, in turn, of those it is for."""
+    for turn, (name, entry) in enumerate(REWARDED.items()):
+        for sort in (KIND.keys() - TOKENS, TOKENS):
+            kinds = [kind for kind in KIND if kind in sort and not unsuited(entry, KIND[kind])]
+            if kinds:
+                yield name, kinds[turn % len(kinds)]
+
+
+PAIRS = list(one_of_each_sort())
 
 
 @card(differentiable=True)

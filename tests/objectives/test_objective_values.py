@@ -85,8 +85,7 @@ def renoised(advantage, t=0.5):
     )
 
 
-# -- advantage-weighted matching
-# ---------------------------------------------------------------------------------------
+# Advantage-weighted matching
 
 
 def test_a_perfect_prediction_scores_zero_with_a_finite_gradient(subtests):
@@ -143,8 +142,7 @@ def test_awm_as_published_and_what_it_refuses():
             AWM(**wrong)
 
 
-# -- corrections of text
-# -----------------------------------------------------------------------------------------------
+# Corrections of text
 
 
 def answers(gap, advantage=None, mask=None):
@@ -220,8 +218,7 @@ def test_off_policy_answers_are_dropped_only_where_they_are_bad_and_far():
     assert torch.equal(recorded, weight)
 
 
-# -- centred reward distillation
-# ---------------------------------------------------------------------------------------
+# Centred reward distillation
 
 
 VELOCITY = [
@@ -314,8 +311,7 @@ def test_crd_of_a_perfect_old_prediction_is_finite(centre):
     assert loss.flatten().tolist() == pytest.approx([5 * 0.01, 5 * 0.01])
 
 
-# -- direct group preference optimisation
-# ------------------------------------------------------------------------------
+# Direct group preference optimisation
 
 
 def test_dgpo_row_by_row(subtests):
@@ -420,8 +416,7 @@ def test_dgpo_as_published_and_what_it_keeps_and_refuses():
             DGPO(**wrong)
 
 
-# -- differentiable rewards
-# --------------------------------------------------------------------------------------------
+# Differentiable rewards
 
 
 def walked(**options):
@@ -560,8 +555,7 @@ def test_without_a_differentiable_reward_nothing_can_be_followed(objective):
         built.loss(policy, point)
 
 
-# -- a trust region by divergence
-# --------------------------------------------------------------------------------------
+# A trust region by divergence
 
 
 def test_flow_dppo_of_an_unchanged_ratio_is_never_dropped():
@@ -612,8 +606,7 @@ def test_the_weight_of_a_kl_goes_on_a_line_from_start():
     assert KL(weight=0.5, over=2).at(1) == 0.25 and KL().at(0) == 0.0 and KL().form is None
 
 
-# -- tokens that are held back
-# -----------------------------------------------------------------------------------------
+# Tokens that are held back
 
 
 def covariances(values, known=None):
@@ -652,8 +645,7 @@ def test_kl_cov_takes_the_highest_covariances_and_at_least_one():
     assert (KLCov().share, KLCov().weight) == (2e-4, 1.0)
 
 
-# -- defaults of the papers and options that mean nothing
-# --------------------------------------------------------------
+# Defaults of the papers and options that mean nothing
 
 
 def test_as_published():
@@ -822,8 +814,7 @@ def test_what_preferences_and_nft_tell_the_log():
     assert meter.mean("kl") == pytest.approx(0.25) and meter.mean("nft/moved") == 0.0
 
 
-# -- the objective of text
-# ---------------------------------------------------------------------------------------------
+# The objective of text
 
 
 class Spoken(Swapping):

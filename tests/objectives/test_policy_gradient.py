@@ -222,7 +222,7 @@ def test_parts_of_an_advantage_are_clipped_apart(subtests):
         for case in CASES:
             with subtests.test(surrogate=surrogate, case=case):
                 if case == "tree" and surrogate == "gspo":
-                    pytest.skip("whole samples share steps")
+                    continue  # whole samples share steps
                 policy, objective, rollout, first, second = moved(case, surrogate)
                 together = rollout.replace(
                     advantage=first + second, advantage_parts=torch.stack([first, second], -1)

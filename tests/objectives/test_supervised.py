@@ -77,7 +77,6 @@ def assert_equal(one, two, apart=1e-9):
         torch.testing.assert_close(one[name], two[name], atol=apart, rtol=0, msg=name)
 
 
-# --------------------------------------------------------------------------------------------------
 # oracles
 
 
@@ -205,7 +204,6 @@ def test_the_flow_loss_is_the_closed_form(family, weighting):
     assert_equal(found, expected, apart)
 
 
-# --------------------------------------------------------------------------------------------------
 # every family
 
 
@@ -318,7 +316,6 @@ def test_packed_answers_have_the_same_gradient():
     assert_equal(plain, packed, 2e-5)
 
 
-# --------------------------------------------------------------------------------------------------
 # thoughts
 
 THOUGHT = "<think>{thought}</think>\n<answer>{answer}</answer>"
@@ -375,7 +372,6 @@ def test_parts_of_an_answer_are_trained_alone():
     assert thought_tokens(policy, [], None) == 0
 
 
-# --------------------------------------------------------------------------------------------------
 # plans and images in one sequence (ReasonGen-R1)
 
 
@@ -413,7 +409,6 @@ def test_janus_learns_pictures(janus_folder):
     assert after < before
 
 
-# --------------------------------------------------------------------------------------------------
 # bad input
 
 

@@ -316,8 +316,7 @@ def test_kl_estimators_are_those_of_verl(subtests):
                 )
 
 
-# -- presets in a configuration
-# ----------------------------------------------------------------------------------------
+# Presets in a configuration
 
 RUN = """
 policy: {sd3: {path: "world:digits/sd3-test"}}
@@ -510,8 +509,7 @@ def test_a_preset_reaches_every_objective_that_takes_surrogates(file, objective,
     assert built.surrogate.function.keywords == {"cap": 5.0}
 
 
-# -- clip-higher and Clip-Cov
-# ------------------------------------------------------------------------------------------
+# Clip-higher and Clip-Cov
 
 CLIPPED = {  # surrogate -> its loss for one token of ratio rho and A = 1, by the upper bound it has
     "ppo": lambda rho, high: -min(rho, 1 + high),

@@ -46,15 +46,6 @@ def test_iou_and_giou_equal_torchvision(seed):
     assert np.allclose(geometry.giou(a, b), generalized_box_iou(ours, theirs).numpy(), atol=1e-12)
 
 
-def test_iou_equals_pycocotools():
-    from pycocotools.mask import iou
-
-    a = random_boxes(40, 1)
-    b = random_boxes(30, 2)
-    corners = [np.concatenate([x[:, :2], x[:, 2:] - x[:, :2]], 1) for x in (a, b)]
-    assert np.allclose(geometry.iou(a, b), iou(*corners, [0] * 30), atol=1e-12)
-
-
 def test_assignment_is_the_best_of_all_and_no_worse_than_greedy(subtests):
     for seed in range(12):
         with subtests.test(seed=seed):
@@ -141,18 +132,7 @@ def test_inverted_and_empty_boxes_meet_nothing_and_equal_ones_have_exactly_one()
         )
 
 
-def test_the_published_pixel_convention_is_wrong_where_ours_is_right():
-    pixel = np.array([[3.0, 4, 4, 9]])
-    relative = np.array([[0.1, 0.2, 0.7, 0.9]])
-    assert geometry.inclusive_iou(pixel, pixel) == 0 == geometry.inclusive_iou(relative, relative)
-    large = np.array([[0.0, 0, 10, 10]])
-    shifted = np.array([[5.0, 0, 15, 10]])
-    assert geometry.inclusive_iou(large, large) == 1 and geometry.inclusive_iou(
-        large, shifted
-    ) == pytest.approx(1 / 3)
-
-
-# ---------------------------------------------------------------- the rewards
+# The rewards
 
 
 def said(rows) -> str:
@@ -169,22 +149,6 @@ def test_grounding_is_symmetric_and_in_range(a, b, overlap):
     back = reward([said(b)], [{"boxes": a}])
     assert torch.allclose(forth, back) and 0 <= forth.item() <= 1 + 1e-6
     assert reward([said(a)], [{"boxes": a}]).item() == pytest.approx(1)
-
-
-@settings(max_examples=25, deadline=None)
-@given(right=BOXES, found=BOXES, spam=BOXES)
-def test_more_boxes_than_there_are_never_beat_the_best_choice_of_that_many(right, found, spam):
-    reward = Grounding()
-    everything = found + spam
-    if len(everything) <= len(right):
-        return
-    choices = [said(choice) for choice in itertools.combinations(everything, len(right))]
-    best = reward(choices, [{"boxes": right}] * len(choices)).max()
-    assert reward([said(everything)], [{"boxes": right}]).item() <= best.item() + 1e-6
-    perfect = [
-        reward([said(right + spam[:n])], [{"boxes": right}]).item() for n in range(len(spam) + 1)
-    ]
-    assert all(later < earlier for earlier, later in itertools.pairwise(perfect))
 
 
 @pytest.mark.parametrize("truth", SPACES)

@@ -11,7 +11,6 @@ import random
 import pytest
 import torch
 
-from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
 from mmrl.core.types import Completion
 from mmrl.scoring import Handling, Scorer
@@ -65,7 +64,6 @@ def numbered(count):
     return [{"text": "a", "id": i} for i in range(count)]
 
 
-# --------------------------------------------------------------------------------------------------
 # products and the best
 
 
@@ -90,7 +88,6 @@ def test_products_and_the_best_are_their_formulas():
         ensemble([gives([-1.0]), gives([1.0])], how="geometric")(media[:1], [{}])
 
 
-# --------------------------------------------------------------------------------------------------
 # falling back
 
 
@@ -131,7 +128,6 @@ def test_a_reward_of_groups_sees_whole_groups_when_asked_again():
         fall_back(gives([[0.0]], "step"), gives([0.0]))
 
 
-# --------------------------------------------------------------------------------------------------
 # appeals
 
 
@@ -202,7 +198,6 @@ def test_lots_are_drawn_evenly():
     assert lot(IMAGES[0], {}) != lot(IMAGES[1], {})
 
 
-# --------------------------------------------------------------------------------------------------
 # a baseline, an opposite, a confidence
 
 
@@ -290,7 +285,6 @@ def test_confidence_weighs_and_is_cut_off():
         confidence_weighted(gives(right), low=1.0, high=0.5)
 
 
-# --------------------------------------------------------------------------------------------------
 # weights that move
 
 
@@ -394,24 +388,6 @@ def test_what_remembers_is_no_part_of_others_and_is_not_cached():
         Scorer({"m": moving}, handling={"m": Handling(cache="memory")})
 
 
-def test_combinators_are_written_as_a_configuration():
-    jpeg = {"jpeg_incompressibility": {"scale": 0.1}}
-    built = build_rewards(
-        {
-            "rescue": {"use": "fall_back", "first": "jpeg_compressibility", "second": jpeg},
-            "moving": {"use": "scheduled", "of": [jpeg], "start": [1], "end": [0], "iterations": 9},
-            "volume": {"use": "hypervolume", "of": [jpeg, "jpeg_compressibility"]},
-            "against": {"use": "calibrated", "of": jpeg, "field": "image"},
-            "goals": {"use": "text_contrast", "of": jpeg},
-            "sure": {"use": "confidence_weighted", "of": "answer"},
-            "appeal": {"use": "noisy_appeals", "of": "answer", "judge": "maths"},
-        }
-    )
-    assert card_of(built["sure"].reward).media == ("text",)
-    assert card_of(built["appeal"].reward).of == card_of(built["volume"].reward).of == "batch"
-    assert card_of(built["against"].reward).needs == ("image",)
-
-
 def test_what_sees_a_whole_iteration_goes_through_the_scorer_and_its_state():
     """In parts of a rollout the values are those of the whole; the state survives a resume."""
 
@@ -465,10 +441,3 @@ def test_a_mixture_says_and_counts_what_its_routes_do():
     mixed = ByTask({"a": Asked("down"), "b": Asked("down"), "c": Asked("")}, default=Asked("late"))
     assert mixed.causes() == "down; late"
     assert mixed.counters() == {f"{task}/requests": 2.0 for task in ("a", "b", "c", "default")}
-
-
-@pytest.mark.parametrize("task", [1, "1", [1], None])
-def test_a_task_that_is_no_text_is_looked_up_as_text(task):
-    reward = ByTask({"1": lambda media, prompts: torch.ones(len(prompts))})
-    value = reward(["an answer"], [{"text": "a question", "task": task}])
-    assert value.tolist() == [1.0] if task in (1, "1") else bool(value.isnan().all())

@@ -56,7 +56,6 @@ def run(reward):
     return reward(MEDIA, PROMPTS)
 
 
-# --------------------------------------------------------------------------------------------------
 # of rewards
 
 
@@ -217,7 +216,6 @@ def test_the_whole_is_written_as_a_configuration():
         build_rewards({"gate": {"main": "jpeg_compressibility", "extra": "jpg", "above": 0}})
 
 
-# --------------------------------------------------------------------------------------------------
 # votes
 
 TEXTS = [
@@ -354,7 +352,6 @@ def test_self_certainty_is_what_was_recorded():
         self_certainty(texts[1:], [{}] * 2)
 
 
-# --------------------------------------------------------------------------------------------------
 # diversity
 
 SAME = ["a red cube", "a red cube", "a red cube"]
@@ -402,7 +399,6 @@ def test_diversity_aware_rewards_are_their_formulas():
     assert card_of(dra(quality)).of == card_of(darling(quality)).of == "group"
 
 
-# --------------------------------------------------------------------------------------------------
 # advantages
 
 ROWS = rollout([0, 0, 0, 1, 1, 1])

@@ -28,7 +28,7 @@ from tests.fixtures.tiny_image_rewards import TINY_OPTIONS, save_mask2former, sa
 from tests.fixtures.tiny_rewards import TEXTS, asked, pictures, save_tiny_clip
 from tests.fixtures.tiny_vlms import folder as vlm
 
-# ---------------------------------------------------------------- OCR
+# OCR
 
 
 def written(*lines: str) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_the_target_stands_in_quotes_or_in_a_field(monkeypatch):
         OCR()
 
 
-# ---------------------------------------------------------------- GenEval's rules
+# GenEval's rules
 
 
 def at(x: float, y: float, size: float = 10, name: str = "cat", score: float = 0.95) -> Detection:
@@ -206,7 +206,7 @@ def test_an_object_is_cut_out_with_grey_around_it():
     )
 
 
-# ---------------------------------------------------------------- GenEval's models
+# GenEval's models
 
 
 def test_mask2former_finds_what_transformers_does(tmp_path):
@@ -323,7 +323,7 @@ def test_geneval_from_end_to_end(tmp_path):
         reward(media[None], prompts[:1])
 
 
-# ---------------------------------------------------------------- questions
+# Questions
 
 
 def test_vqa_score_is_the_models_probability_of_yes():

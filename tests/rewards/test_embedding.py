@@ -16,7 +16,7 @@ from mmrl.scoring import Scorer
 from rewards import embedding_head
 from rewards.base.clip import load_clip
 from rewards.card import card_of
-from rewards.heads.embedding import Head, load_head
+from rewards.heads.embedding import load_head
 from rewards.heads.fit_heads import Recipe, accuracy, fit_preferences, fit_ratings
 from tests.fixtures.command import program
 from tests.fixtures.tiny_rewards import TINY, pictures, save_tiny_clip
@@ -69,19 +69,6 @@ def test_heads_are_their_loops(clip, tmp_path):
             assert value == pytest.approx(expected, abs=2e-5)
 
 
-def test_rows_are_scored_by_themselves_videos_by_their_mean(clip, tmp_path):
-    reward = embedding_head(linear(tmp_path / "h.safetensors", 0), clip=clip, device="cpu")
-    media = pictures(4)
-    whole = reward(media, [{}] * 4)
-    torch.testing.assert_close(reward(media.flip(0), [{}] * 4).flip(0), whole)
-    torch.testing.assert_close(torch.cat([reward(x[None], [{}]) for x in media]), whole)
-    video = torch.stack([media[:2], media[2:]], 1)  # a linear head of a mean is the mean
-    torch.testing.assert_close(reward(video, [{}] * 2), (whole[:2] + whole[2:]) / 2)
-    broken = media.clone()
-    broken[1, 0, 0, 0] = torch.nan
-    assert reward(broken, [{}] * 4).isnan().tolist() == [False, True, False, False]
-
-
 def test_pictures_and_texts_are_joined(clip, tmp_path):
     file = linear(tmp_path / "h.safetensors", 0, 3 * WIDTH)
     reward = embedding_head(file, clip=clip, features="media_and_text", device="cpu")
@@ -106,15 +93,6 @@ def test_any_chain_of_linear_layers_is_read(tmp_path):
     hidden = (x @ tensors["net.2.weight"].T).relu() @ tensors["net.10.weight"].T
     expected = (hidden + tensors["net.10.bias"]).relu() @ tensors["net.11.weight"].T
     torch.testing.assert_close(head(x), expected)
-
-
-def test_a_saved_head_is_the_same_head(tmp_path):
-    head = fit_ratings(torch.randn(20, 6), torch.randn(20, 2), Recipe(hidden=(5,), steps=3))[0]
-    head.save(tmp_path / "h.safetensors")
-    x = torch.randn(4, 6)
-    again = load_head(str(tmp_path / "h.safetensors"))
-    assert torch.equal(again(x), head(x)) and again.kind == "relu"
-    assert float(again.std.min()) > 0 and not torch.equal(again.mean, torch.zeros(6))
 
 
 def test_what_is_no_head_is_refused(clip, tmp_path):
@@ -215,10 +193,3 @@ def test_answers_are_embedded_with_their_prompts(tmp_path):
     assert card_of(reward).media == ("text",)
     with pytest.raises(UserError, match="images and videos need `clip`"):
         reward(pictures(1), [{}])
-
-
-def test_a_head_is_linear_without_an_activation():
-    layers = [torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)]
-    head = Head(layers)
-    x = torch.randn(2, 3)
-    torch.testing.assert_close(head(2 * x) - head(x), head(x) - head(0 * x))

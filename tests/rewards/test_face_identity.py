@@ -63,19 +63,6 @@ def test_the_largest_faces_are_compared_by_the_models_own_embeddings(reward, opt
     assert scores.std() > 0
 
 
-def test_a_person_is_most_like_themselves_and_videos_are_means(reward):
-    media = pictures(3, 40, 48)
-    prompts = [{"reference": picture} for picture in media]
-    torch.testing.assert_close(reward(media, prompts), torch.ones(3))
-    others = reward(media.flip(0), prompts)
-    assert others[0] < 0.9999 and others[0] == pytest.approx(float(others[2]), abs=1e-5)
-    video = torch.stack([media, media.flip(0)], 1)
-    torch.testing.assert_close(reward(video, prompts), (1 + others) / 2)
-    broken = media.clone()
-    broken[1, 0, 0, 0] = torch.nan
-    assert reward(broken, prompts).isnan().tolist() == [False, True, False]
-
-
 def test_which_face_counts(options):
     reward = FaceIdentity(**(options | {"threshold": 0.5}))
     box = torch.tensor([0.0, 0.0, 4.0, 4.0])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from mmrl.core.errors import UserError
 from rewards import fitted_head
 from rewards.heads import fit_head as fitting
-from rewards.heads.ratings import Ratings, connected, load_frames, read_ratings
+from rewards.heads.ratings import connected, load_frames, read_ratings
 from tests.fixtures.command import mmrl, refused
 from tests.fixtures.tiny_image_rewards import save_dino, save_hf_clip
 from tests.fixtures.tiny_rewards import save_tiny_clip
@@ -201,12 +201,3 @@ def test_animated_pictures_are_the_mean_of_frames(tmp_path):
     loaded = load_frames(tmp_path / "a.png")
     assert loaded.shape == (4, 3, 8, 8) and loaded[0].sum() == 0
     assert float(loaded[-1, 0, 0, 0]) == pytest.approx(80 / 255)
-
-
-def test_ties_count_both_ways():
-    """A tie alone teaches nothing: the weights stay 0."""
-    rows = torch.randn(12, 2, 3, generator=torch.Generator().manual_seed(0)).double()
-    files = [(None, None)] * 12
-    ratings = Ratings(files, torch.full((12,), 0.5).double(), torch.arange(12))
-    head, _ = fitting.fit(ratings, rows, torch.arange(12), fitting.HeadRecipe())
-    assert head.layers[0].weight.abs().max() < 1e-6

@@ -203,7 +203,6 @@ def test_such_growth_would_be_seen(monkeypatch):
     assert not grows(taking(1, 1e-5), "a" * 3000, "a" * 12_000, {})
 
 
-# --------------------------------------------------------------------------------------------------
 # processes beside
 
 

@@ -7,7 +7,7 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
-from rewards import Answer, Hierarchical
+from rewards import Hierarchical
 from rewards.card import card
 from rewards.combined.compose import Bounded
 
@@ -65,13 +65,6 @@ def test_steps_and_whole_are_the_formula(how, context):
     torch.testing.assert_close(torch.cat(alone), values)
 
 
-def test_the_same_reward_may_be_asked_of_both():
-    values = Hierarchical(Answer())(TEXTS, PROMPTS)
-    assert values.tolist() == pytest.approx([1 / 3 / 2 + 0.5, 0, 0, 0, 0, 0])
-    nothing = Hierarchical(Answer(), share=1.0)([], [])
-    assert nothing.shape == (0,)
-
-
 def test_parts_that_do_not_fit_are_refused():
     for part in (Bounded(REWARDS.build("ocr"), low=0), REWARDS.build("majority_vote")):
         with pytest.raises(UserError, match="rewards of texts|different media"):
@@ -80,19 +73,3 @@ def test_parts_that_do_not_fit_are_refused():
         Hierarchical(words, split="(")
     with pytest.raises(UserError, match="judges texts"):
         Hierarchical(words)(torch.zeros(1, 3, 4, 4), PROMPTS[:1])
-
-
-def test_the_curriculum_of_datarus_is_one_configuration():
-    """Form at first, then steps and whole, along a half cosine."""
-    reward = REWARDS.build(
-        "scheduled",
-        of=[REWARDS.build("format"), Hierarchical(words, letters)],
-        start=[1.0, 0.0],
-        end=[0.0, 1.0],
-        iterations=2,
-    )
-    text = ["<think>a b</think><answer>c</answer>"]
-    expected = Hierarchical(words, letters)(text, PROMPTS[:1]).item()
-    for share in (0.0, 0.5, 1.0):
-        assert reward(text, PROMPTS[:1]).item() == pytest.approx(1 - share + share * expected)
-        reward.remember()

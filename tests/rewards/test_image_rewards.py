@@ -63,8 +63,7 @@ def folders(tmp_path_factory):
     return options
 
 
-# ---------------------------------------------------------------- parity with the defining
-# libraries
+# Parity with the defining libraries
 
 
 @pytest.mark.parametrize("size", [(32, 32), (48, 40), (20, 61)])
@@ -129,14 +128,6 @@ def test_hpsv2_brings_the_longer_side_to_the_model_and_fills_with_black(tmp_path
         media, asked()
     )
     torch.testing.assert_close(percent, 100 * expected, rtol=0, atol=1.0)
-
-
-def test_hpsv2_leaves_the_preprocessing_of_other_rewards_on_the_same_model_alone(tmp_path):
-    folder = save_tiny_clip(tmp_path / "clip")
-    media = pictures(5, 40, 56)
-    before = ClipScore(folder, device="cpu")(media, asked())
-    HPSv2(model=folder, device="cpu")(media, asked())
-    torch.testing.assert_close(ClipScore(folder, device="cpu")(media, asked()), before)
 
 
 def test_image_reward_is_blip_by_timm_and_bert(tmp_path, folders):
@@ -443,7 +434,7 @@ def test_nsfw_penalty_is_the_classifiers_probability(folders):
         REWARDS.build("nsfw_penalty", model=folder, device="cpu", labels=["porn"])
 
 
-# ---------------------------------------------------------------- monitors
+# Monitors
 
 
 def test_monitors_are_what_opencv_and_numpy_compute():
@@ -473,7 +464,7 @@ def test_monitors_are_what_opencv_and_numpy_compute():
     )
 
 
-# ---------------------------------------------------------------- all of them
+# All of them
 
 
 def test_a_missing_model_is_one_sentence(monkeypatch, subtests):

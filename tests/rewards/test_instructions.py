@@ -10,11 +10,10 @@ import pytest
 from PIL import Image
 
 from mmrl.core.errors import UserError
-from rewards import co_reward, majority_vote
+from rewards import co_reward
 from rewards.judges import instructions
 from rewards.judges.instructions import (
     Filters,
-    agreement,
     augmented,
     points,
     read,
@@ -50,7 +49,6 @@ class Scripted:
         return values
 
 
-# --------------------------------------------------------------------------------------------------
 # twins
 
 
@@ -93,7 +91,6 @@ def test_pictures_are_augmented_alike_every_time(tmp_path):
     assert files[0].tobytes() != Image.open(tmp_path / "a.png").tobytes()
 
 
-# --------------------------------------------------------------------------------------------------
 # self-instruction
 
 SEEDS = [{"text": f"What is {i} times {i + 1}, and why?"} for i in range(2, 6)]
@@ -140,13 +137,6 @@ def test_filters_say_what_is_wrong(subtests):
             assert Filters().refuses(text, [row["text"] for row in SEEDS]) == cause
 
 
-def test_agreement_is_the_share_of_the_majority():
-    replies = ["<answer>7</answer>", "7.0", "8", "<think>cut", None, "9", "9", "9"]
-    model = Scripted(lambda words, n: replies[n])
-    assert agreement([{"text": "a"}, {"text": "b"}], model, 4) == [2 / 4, 3 / 4]
-    assert agreement([{"text": "a"}], model, 0) == [1.0]
-
-
 def test_new_instructions_pass_every_filter():
     names = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 
@@ -174,25 +164,6 @@ def test_new_instructions_pass_every_filter():
         self_instruct([], model, 1)
 
 
-def test_a_new_question_is_about_the_pictures_of_a_seed(tmp_path):
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
-    seeds = [{"text": "How many cats are there?", "image": str(tmp_path / "a.png")}]
-    model = Scripted(lambda words, n: "Which colour has the largest dog here?")
-    fresh, _ = self_instruct(seeds, model, 1, Filters(forbidden=(), answers=0))
-    assert fresh[0]["image"] == seeds[0]["image"]
-    assert model.asked[0][1] == 1 and "about the pictures" in model.asked[0][0]
-
-
-def test_questions_that_all_can_answer_are_left_out_of_the_vote():
-    texts = ["7", "7", "7", "7", "7", "8", "9", "1"]
-    prompts = [{"text": "a", "group": 0}] * 4 + [{"text": "b", "group": 1}] * 4
-    both = majority_vote(texts, prompts, share=0.3, most=0.8)
-    assert both.isnan().all()
-    easy = majority_vote(texts, prompts, most=0.8)
-    assert easy[:4].isnan().all() and easy[4:].tolist() == [1, 0, 0, 0]
-
-
-# --------------------------------------------------------------------------------------------------
 # points
 
 

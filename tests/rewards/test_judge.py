@@ -54,7 +54,6 @@ def prompts(count=4, text="a grey square"):
     return [{"text": f"{text} {i}"} for i in range(count)]
 
 
-# ----------------------------------------------------------------------------------------------
 # what is read back
 
 
@@ -210,7 +209,6 @@ def test_a_listener_reads_the_reasoning_and_never_the_answer(url):
         Listener(server(url))(reasonings, [{"text": "x", "answer": "e", "choices": ["a", "b"]}])
 
 
-# --------------------------------------------------------------------------------------------------
 # comparisons
 
 
@@ -283,7 +281,6 @@ def test_a_ring_of_pairs_is_fair_and_has_no_pair_twice(subtests):
             )
 
 
-# --------------------------------------------------------------------------------------------------
 # failures
 
 
@@ -507,7 +504,6 @@ def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
     assert "sk-" not in (tmp_path / "run/config.yaml").read_text()
 
 
-# --------------------------------------------------------------------------------------------------
 # templates
 
 
@@ -570,8 +566,7 @@ def test_a_right_answer_in_the_prompt_is_not_shown_unless_a_template_says_so(url
     assert "the right one, mine?" in stats(url)["bodies"][-1]["text"]
 
 
-# ------------------------------------------------------------------------------------------- what a
-# reward must keep
+# What a reward must keep
 
 
 @pytest.fixture(
@@ -621,7 +616,6 @@ def test_a_judge_keeps_the_contract_of_rewards(judged):
         torch.testing.assert_close(reward(half, paired), reward(half.float(), paired))
 
 
-# ----------------------------------------------------------------------------------------------
 # counts, edits, reasons
 
 

@@ -90,7 +90,7 @@ def test_the_answer_is_compared_with_all_references():
     assert Bleu()(["x"], [{"text": "q", "answer": []}]).isnan().all()
 
 
-# ---------------------------------------------------------------- structure
+# Structure
 
 RIGHT = {"name": "Red bus", "count": 2, "box": [1, 2.5], "new": True}
 

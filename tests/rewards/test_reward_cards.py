@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 import rewards
@@ -184,28 +183,7 @@ def test_a_field_that_some_prompts_lack_is_refused_before_a_model_is_loaded(writ
     assert 'in a .jsonl file: {"text": "...", "answer": ...}' in message and "run.yaml:" in message
 
 
-def test_evaluation_rewards_are_checked_too(written):
-    path = written(evaluate={"reward": {"needy.py:Boxes": 1.0}})
-    with pytest.raises(UserError, match="'boxes'"):
-        build.read(path, ())
-
-
-# --------------------------------------------------------------------------------------------------
 # names
-
-
-def test_one_reward_under_two_names(tmp_path):
-    built = config.build_rewards(
-        {
-            "small": {"use": "jpeg_compressibility", "scale": 0.5},
-            "large": {"use": "jpeg_compressibility", "weight": 2.0},
-        }
-    )
-    media = torch.rand(2, 3, 16, 16)
-    prompts = [{"text": "a"}] * 2
-    small, large = (built[name].reward(media, prompts) for name in ("small", "large"))
-    torch.testing.assert_close(small, 0.5 * large)
-    assert (built["small"].weight, built["large"].weight) == (1.0, 2.0)
 
 
 def test_a_wrong_name_is_refused_with_its_place(subtests):

@@ -67,8 +67,7 @@ def tiny_reader(tmp_path_factory) -> str:
     return str(folder)
 
 
-# ---------------------------------------------------------------- the contract, for whatever is
-# registered
+# The contract, for whatever is registered
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +201,7 @@ def assert_broken_samples_spoil_no_other(reward, good):
         close(values[[0, 1, 3, 4]], good[[0, 1, 3, 4]])
 
 
-# ---------------------------------------------------------------- JPEG
+# JPEG
 
 
 def test_jpeg_sizes_of_a_gradient_and_of_grey():
@@ -232,7 +231,7 @@ def test_jpeg_grows_with_noise_and_quality_and_rounds_like_published():
         jpeg_incompressibility(media, asked(4), quality=0)
 
 
-# ---------------------------------------------------------------- the user's own
+# The user's own
 
 
 MINE = '''

@@ -52,7 +52,7 @@ def levenshtein(a: str, b: str) -> int:
     return row[-1]
 
 
-# ---------------------------------------------------------------- tables
+# Tables
 
 CELL = st.builds(
     Node, st.just("td"), st.tuples(st.integers(1, 2), st.just(1)), st.text("ab", max_size=3)
@@ -122,7 +122,7 @@ def test_tables_are_read_from_html_and_markdown():
     assert one(Table(), "<table>" + "<tr><td>1</td></tr>" * 3000, {"answer": html}) == 0
 
 
-# ---------------------------------------------------------------- texts
+# Texts
 
 
 @settings(max_examples=100, deadline=None)
@@ -193,7 +193,7 @@ def test_text_similarity_with_a_transformers_encoder(tmp_path):
     )
 
 
-# ---------------------------------------------------------------- formulas and charts
+# Formulas and charts
 
 
 def test_maths_says_what_math_verify_says(subtests):
@@ -241,7 +241,7 @@ def test_charts_are_read_within_five_per_cent():
     assert one(Chart(), "10", listed) == 0
 
 
-# ---------------------------------------------------------------- form and length
+# Form and length
 
 
 def test_format_is_strict(subtests):
@@ -326,7 +326,7 @@ def test_think_or_not():
     assert ThinkOrNot()(texts, [{}] * 3).tolist() == [1, 0.5, 0]
 
 
-# ---------------------------------------------------------------- steps, questions, mixtures
+# Steps, questions, mixtures
 
 
 def test_key_steps_are_found_as_whole_words_and_in_order():
@@ -448,7 +448,7 @@ def test_routes_are_checked_and_built_from_a_configuration():
         config.build_rewards({"routed": {"routes": {"a": "cuont"}}})
 
 
-# ---------------------------------------------------------------- drawings
+# Drawings
 
 RED = '<svg viewBox="0 0 10 10"><rect x="1" y="1" width="4" height="4" fill="red"/></svg>'
 

@@ -44,24 +44,6 @@ def test_what_is_not_one_thought_and_one_answer_has_not_the_form(subtests):
             assert one(Format(), text) == 0 and one(ThinkOrNot(), text) == 0
 
 
-def test_the_other_forms():
-    assert one(Format("answer"), " <answer>7</answer>\n") == 1
-    assert one(Format("answer"), "<think>so</think><answer>7</answer>") == 0
-    assert one(Format("think"), "<think>so</think> <answer>7</answer>") == 0
-    assert one(Format("think"), "<think>so</think> ") == 0
-    assert one(Format("boxed"), r"so \boxed{\frac{1}{2}}.") == 1
-    assert one(Format("boxed"), r"so \boxed{ }") == one(Format("boxed"), r"\boxed{7") == 0
-
-
-def test_answers_of_a_judge():
-    assert answer_of("<answer>3</answer> or <answer>4</answer>") == "4"
-    assert conclusion_of("<answer>4</answer> so <answer>4</answer>") == "4"
-    with pytest.raises(Unreadable, match="2 answers"):
-        conclusion_of("<answer>3</answer> <answer>4</answer>")
-    with pytest.raises(Unreadable, match="no answers"):
-        conclusion_of("<think>3</think> 4")
-
-
 def test_a_listener_hears_no_answer():
     assert reasoning(r"It is \boxed{\frac{1}{2}}, or <answer>x</answer>so") == "It is , or so"
     assert reasoning("[THINK]two and two[/THINK] It is 4.") == "two and two"

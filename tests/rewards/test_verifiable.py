@@ -121,7 +121,7 @@ def test_pictures_are_refused_in_one_sentence(subtests):
             build(name)(torch.zeros(1, 3, 4, 4), prompts_of(name)[:1])
 
 
-# ---------------------------------------------------------------- the parser
+# The parser
 
 CAT = [((10.0, 20.0, 30.0, 40.0), "cat")]
 BARE = [((10.0, 20.0, 30.0, 40.0), None)]

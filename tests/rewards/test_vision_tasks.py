@@ -37,7 +37,7 @@ def one(reward, text, prompt) -> float:
     return reward([text], [prompt]).item()
 
 
-# ---------------------------------------------------------------- detection
+# Detection
 
 
 def test_detection_by_hand(subtests):
@@ -110,7 +110,7 @@ def test_confidence_is_a_proper_score(subtests):
             ) == pytest.approx(chance**2)
 
 
-# ---------------------------------------------------------------- points and actions
+# Points and actions
 
 
 def test_points_in_boxes_and_near_points():
@@ -186,7 +186,7 @@ def test_typed_texts_count_by_similarity_above_a_threshold():
     assert one(Gui(), "press_back", {"action": "press_back"}) == 1
 
 
-# ---------------------------------------------------------------- masks
+# Masks
 
 
 def test_run_lengths_equal_pycocotools():
@@ -252,7 +252,7 @@ def test_masks_of_every_kind_and_broken_ones(tmp_path):
     assert one(Segmentation(), "[]", empty) == 1 and one(Segmentation(), "[0, 0, 2, 2]", empty) == 0
 
 
-# ---------------------------------------------------------------- time
+# Time
 
 TIMES = st.tuples(st.integers(0, 40), st.integers(1, 20)).map(
     lambda v: (float(v[0]), float(v[0] + v[1]))
@@ -313,7 +313,7 @@ def test_statuses_of_spans_and_tracks():
     )
 
 
-# ---------------------------------------------------------------- short answers
+# Short answers
 
 
 def test_fuzzy_counting_falls_with_the_error_and_zero_is_special():

@@ -21,8 +21,7 @@ def test_a_chunk_needs_a_row():
         chunks(5, 0)
 
 
-# -- peak of live bytes, computed by hand
-# ------------------------------------------------------------------------------
+# Peak of live bytes, computed by hand
 
 
 def two_at_a_time(rows):
@@ -107,8 +106,7 @@ def test_an_error_passes_through_and_leaves_nothing_behind():
     assert peak_bytes(chain) == 8000
 
 
-# -- rows that fit
-# --------------------------------------------------------------------------------------------------
+# Rows that fit
 
 
 def test_rows_that_fit_by_hand():
@@ -146,8 +144,7 @@ def test_what_fits_stays_within_the_budget():
     assert peak_bytes(lambda: forward(rows)) <= budget < peak_bytes(lambda: forward(rows + 1))
 
 
-# -- constant width
-# --------------------------------------------------------------------------------------------------
+# Constant width
 
 
 def test_the_rows_left_in_a_chunk_do_not_change_a_bit():

@@ -46,8 +46,7 @@ def near(actual, expected, atol=2e-6):
     torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
 
 
-# -- what the published functions return
-# -------------------------------------------------------------------------------
+# What the published functions return
 
 
 def test_flow_sde_first_step():
@@ -255,8 +254,7 @@ def test_dpm_is_diffusers_solver():
     assert process.timestep(0.0) == -1
 
 
-# -- identities
-# --------------------------------------------------------------------------------------------------
+# Identities
 
 
 @pytest.mark.parametrize("s", [0.96, 0.9, 0.5, 0.0])
@@ -404,8 +402,7 @@ def test_gradient_to_the_velocity_is_right(name):
     )
 
 
-# -- convergence: exact propagation of mean and variance, no Monte Carlo error
-# -----------------------------------------
+# Convergence: exact propagation of mean and variance, no Monte Carlo error
 
 # of the target
 CENTRE = 0.8

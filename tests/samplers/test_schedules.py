@@ -146,8 +146,7 @@ def test_shift_one_is_linear_and_shifts_multiply():
             shifted(4, shift=shift)
 
 
-# -- noise windows
-# --------------------------------------------------------------------------------------------------
+# Noise windows
 
 
 def test_every_window_leaves_something_to_train(subtests):

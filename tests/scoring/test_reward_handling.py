@@ -112,7 +112,6 @@ def test_a_lower_precision_is_used_where_it_was_asked_for_only(tmp_path):
     torch.testing.assert_close(clip(pictures(5), asked()), exact, rtol=0, atol=0)
 
 
-# --------------------------------------------------------------------------------------------------
 # cache
 
 
@@ -275,7 +274,6 @@ def test_a_hit_runs_nothing_of_the_network():
     assert len(passes[0]) == 2 and not passes[1]
 
 
-# --------------------------------------------------------------------------------------------------
 # configuration
 
 
@@ -318,7 +316,6 @@ def test_wrong_options_are_refused_with_their_place(options, says):
         build_rewards({"jpeg_compressibility": options})
 
 
-# --------------------------------------------------------------------------------------------------
 # time-outs
 
 
