@@ -464,45 +464,24 @@ if size == 2:
     dist.barrier()
     dist.destroy_process_group()
 """
-COUNTS = {
+WITHOUT_OPTIONS = (
+    "flow_grpo dance_grpo rloo dr_grpo gdpo process running opo gpg pass_at_k reinforce "
+    "reinforce_pp ngrpo soft temporal focal hapo pairs tree_mean all_samples mapo "
+    "noise_aware asymre unlikeliness brpo aapo"
+).split()
+COUNTS = dict.fromkeys(WITHOUT_OPTIONS, {}) | {
     "group": {"std": "global", "ddof": 1},
-    "flow_grpo": {},
-    "dance_grpo": {},
-    "rloo": {},
-    "dr_grpo": {},
-    "gdpo": {},
-    "process": {},
-    "running": {},
     "maxmin": {"rate": 0.5},
     "ddpo": {"buffer": 6, "min_count": 4},
     "grpo": {"std": "global"},
-    "opo": {},
-    "gpg": {},
-    "pass_at_k": {},
-    "reinforce": {},
-    "reinforce_pp": {},
-    "ngrpo": {},
-    "soft": {},
-    "temporal": {},
-    "focal": {},
-    "hapo": {},
-    "pairs": {},
-    "tree_mean": {},
-    "all_samples": {},
     "bnpo": {"low": -4.0, "high": 12.0},
-    "mapo": {},
-    "noise_aware": {},
     "grpo_lead": {"length": 0.1},
     "drpo": {"reward": "a"},
-    "asymre": {},
     "strata": {"shares": {"": 2.0}},
     "copo": {"width": 0.5},
-    "unlikeliness": {},
     "filtered": {"keep": [3, 2], "drop_groups": ["flat"], "outside": "zero"},
     "riskpo": {"bundle": 3},
-    "brpo": {},
     "pvpo": {"refresh": 1, "scale": "batch"},
-    "aapo": {},
     "single_stream": {"low": -4.0, "high": 12.0},
 }
 

@@ -14,15 +14,7 @@ def by_name(checks):
 
 def test_everything_required_is_listed_with_its_version():
     findings = by_name(doctor.diagnose())
-    for name in (
-        "torch",
-        "diffusers",
-        "transformers",
-        "accelerate",
-        "peft",
-        "pyyaml",
-        "scikit-learn",
-    ):
+    for name in "torch diffusers transformers accelerate peft pyyaml scikit-learn".split():
         assert findings[name].status == "ok" and findings[name].detail[0].isdigit()
     assert {"python", "cpu", "bf16", "sdpa", "runs", "cache", "cached", "hub"} <= findings.keys()
     assert all(check.remedy or check.status != "missing" for check in findings.values())

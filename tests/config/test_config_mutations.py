@@ -80,56 +80,13 @@ class Fake:
         )
 
 
-VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2,
-    7,
-    10**30,
-    -(10**30),
-    10**400,
-    1.5,
-    -2.5,
-    1e300,
-    1e-300,
-    float("nan"),
-    float("inf"),
-    "",
-    " ",
-    "x",
-    "é\u2028\U0001f600",
-    "1e-4",
-    "null",
-    "a: b",
-    "{",
-    "../..",
-    "./gone.txt",
-    "os:sep",
-    ":",
-    "no.module:fn",
-    [],
-    {},
-    [1],
-    ["x"],
-    [[]],
-    [None],
-    {"a": 1},
-    {"": None},
-    {1: 2},
-    {None: []},
-    {"weight": "x"},
-    {"window": {"start": "x"}},
-    {"grpo": 3},
-    {"sd3": {}, "digits": {}},
-    "window",
-    "sd3",
-    "digits",
-    {"flow_sde": {"power": 10**400}},
-]
+NUMBERS = [0, -1, 1, 2, 7, 10**30, -(10**30), 10**400, 1.5, -2.5, 1e300, 1e-300]
+TEXTS = ["", " ", "x", "é\u2028\U0001f600", "1e-4", "null", "a: b", "{", "window", "sd3", "digits"]
+PLACES = ["../..", "./gone.txt", "os:sep", ":", "no.module:fn"]
+NESTS = [[], {}, [1], ["x"], [[]], [None], {"a": 1}, {"": None}, {1: 2}, {None: []}]
+SPECS = [{"weight": "x"}, {"window": {"start": "x"}}, {"grpo": 3}, {"sd3": {}, "digits": {}}]
+VALUES: list[Any] = [None, True, False, float("nan"), float("inf"), *NUMBERS, *TEXTS, *PLACES]
+VALUES += [*NESTS, *SPECS, {"flow_sde": {"power": 10**400}}]
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:

@@ -487,17 +487,15 @@ def trained(kind, objective, micro, **sizes):
 
 
 def test_micro_batches_change_nothing(subtests):
-    for kind in ["flow", "masked"]:
-        for name in NAMES:
-            with subtests.test(kind=kind, name=name):
-                if kind == "flow" and name in OF_TOKENS:
-                    continue
-                (metrics, weights), (_, cut) = (
-                    trained(kind, build(name), micro) for micro in (None, 3)
-                )
-                assert all(step["grad_norm"] >= 0 for step in metrics)
-                for key, value in weights.items():
-                    torch.testing.assert_close(value, cut[key], atol=1e-10, rtol=0)
+    for turn, name in enumerate(NAMES):
+        kind = "flow" if turn % 2 and name not in OF_TOKENS else "masked"
+        with subtests.test(kind=kind, name=name):
+            (metrics, weights), (_, cut) = (
+                trained(kind, build(name), micro) for micro in (None, 3)
+            )
+            assert all(step["grad_norm"] >= 0 for step in metrics)
+            for key, value in weights.items():
+                torch.testing.assert_close(value, cut[key], atol=1e-10, rtol=0)
 
 
 # A reference that follows, and refusals

@@ -216,15 +216,7 @@ def test_statuses_of_boxes():
         "<answer>[1,2,3,4]",
     ]
     prompt = {"boxes": [[1, 2, 3, 4]], "width": 100, "height": 100}
-    statuses = [
-        "ok",
-        "inverted",
-        "degenerate",
-        "out_of_range",
-        "wrong_count",
-        "unparseable",
-        "repaired",
-    ]
+    statuses = "ok inverted degenerate out_of_range wrong_count unparseable repaired".split()
     assert Grounding().status(texts, [prompt] * 7) == statuses
 
 

@@ -293,15 +293,7 @@ def test_spans_in_every_notation(subtests):
 def test_statuses_of_spans_and_tracks():
     prompt = {"spans": [[2, 6]], "view": {"duration": 10.0}}
     texts = ["[2, 6]", "[6, 2]", "[2, 2]", "[2, 60]", "[[2,6],[7,8]]", "later", "[]"]
-    expected = [
-        "ok",
-        "inverted",
-        "degenerate",
-        "out_of_range",
-        "wrong_count",
-        "unparseable",
-        "wrong_count",
-    ]
+    expected = "ok inverted degenerate out_of_range wrong_count unparseable wrong_count".split()
     assert Temporal().status(texts, [prompt] * 7) == expected
     assert Temporal()(texts, [prompt] * 7).tolist() == pytest.approx([1, 0, 0, 4 / 58, 0.8, 0, 0])
     moving = {"tracks": [[0, 0, 10, 10], [5, 5, 15, 15]]}

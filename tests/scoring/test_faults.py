@@ -30,18 +30,7 @@ MEDIA = pictures(B, 8, 8)
 ASKED = [{"text": f"p{i // COPIES}", "n": (7 * i) % 11} for i in range(B)]
 TRUE = torch.tensor([float(prompt["n"]) for prompt in ASKED])
 GROUPS = torch.arange(B) // COPIES
-FAULTS = [
-    "slow",
-    "shape",
-    "nested",
-    "nan",
-    "huge",
-    "text",
-    "error",
-    "oversized",
-    "malformed",
-    "cut",
-]
+FAULTS = "slow shape nested nan huge text error oversized malformed cut".split()
 
 
 def start(port):
