@@ -207,12 +207,10 @@ def test_the_example_of_batch_arithmetic_is_right():
     section = re.search(r"^## Batch arithmetic$(.*?)^## ", text, re.S | re.M)[1]
     spec = yaml.safe_load(re.search(r"```yaml\n(.*?)```", section, re.S)[1])["train"]
     plan = arithmetic(TrainOptions(**spec), processes=4)
-    for (
-        name
-    ) in "rows steps prompts_per_process rows_per_process rows_per_step accumulation".split():
-        assert rows(DOCS / "configuration.md", "Batch arithmetic")[name][0] == str(
-            getattr(plan, name)
-        ), name
+    names = "rows steps prompts_per_process rows_per_process rows_per_step accumulation"
+    table = rows(DOCS / "configuration.md", "Batch arithmetic")
+    for name in names.split():
+        assert table[name][0] == str(getattr(plan, name)), name
 
 
 # every page
