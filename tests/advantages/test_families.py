@@ -167,7 +167,7 @@ NEW = [*NEW.split(), "unlikeliness", "filtered", "hapo", "recorded"]
 FAMILY_OF = {name: ("flow", "masked", "causal")[i % 3] for i, name in enumerate(NEW)}
 
 
-@pytest.mark.parametrize(("name", "family"), FAMILY_OF.items())
+@pytest.mark.parametrize(("name", "family"), list(FAMILY_OF.items()))
 def test_a_trainer_learns_with_it_and_resumes_to_the_bit(name, family, tmp_path):
     chosen = {"drpo": {}, "filtered": {"keep": [2, 1], "by": "surprisal"}}
     chosen = CHOSEN | chosen | {"unlikeliness": {"right": -9.0}}

@@ -323,28 +323,31 @@ WITH_ADVANTAGE = [
 ]
 
 
-@pytest.mark.parametrize("name", WITH_ADVANTAGE)
-def test_the_advantage_of_every_configuration_prefers_the_greater_reward(name):
-    sections = config.load(ROOT / "configs" / name).plain
-    built = config.Config({"advantage": sections["advantage"]}).build("advantage", ADVANTAGES)
-    texts = ["a picture"] * 8
-    prompts = [{"text": "first", "task": "understand"}] * 4 + [
-        {"text": "second", "task": "generate"}
-    ] * 4
-    rollout = rolled(texts, prompts)
-    rows = rollout.row_id
-    rollout = rollout.replace(
-        edge_id=(rows - rows % 2)[:, None].expand(rollout.mask.shape),
-    )
-    if not any(name in str(sections["advantage"]) for name in ("branch", "tree_grpo")):
-        rollout = rollout.replace(edge_id=None)
-    for _ in range(2):  # of one that remembers too
-        worth = (
-            built(better_and_worse(sections["reward"]), rollout)
-            .expand(rollout.mask.shape)
-            .nanmean(1)
-        )
-        assert worth[:2].min() > worth[2:4].max() and worth[4:6].min() > worth[6:].max()
+def test_the_advantage_of_every_configuration_prefers_the_greater_reward(subtests):
+    for name in WITH_ADVANTAGE:
+        with subtests.test(name=name):
+            sections = config.load(ROOT / "configs" / name).plain
+            built = config.Config({"advantage": sections["advantage"]}).build(
+                "advantage", ADVANTAGES
+            )
+            texts = ["a picture"] * 8
+            prompts = [{"text": "first", "task": "understand"}] * 4 + [
+                {"text": "second", "task": "generate"}
+            ] * 4
+            rollout = rolled(texts, prompts)
+            rows = rollout.row_id
+            rollout = rollout.replace(
+                edge_id=(rows - rows % 2)[:, None].expand(rollout.mask.shape),
+            )
+            if not any(name in str(sections["advantage"]) for name in ("branch", "tree_grpo")):
+                rollout = rollout.replace(edge_id=None)
+            for _ in range(2):  # of one that remembers too
+                worth = (
+                    built(better_and_worse(sections["reward"]), rollout)
+                    .expand(rollout.mask.shape)
+                    .nanmean(1)
+                )
+                assert worth[:2].min() > worth[2:4].max() and worth[4:6].min() > worth[6:].max()
 
 
 def test_every_recipe_has_its_section_on_the_page():

@@ -141,7 +141,7 @@ def test_from_itself_there_is_nothing_to_learn(subtests):
                 assert abs(total) < 1e-12 and grad.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(("name", "kind"), zip(MODELS, [*KINDS, *KINDS], strict=True))
+@pytest.mark.parametrize(("name", "kind"), list(zip(MODELS, [*KINDS, *KINDS], strict=True)))
 def test_real_classes_teach_themselves_nothing_and_another_something(name, kind):
     policy = made("policies", name)
     prompts = prompts_for(policy)[:2]
@@ -218,7 +218,7 @@ def test_beside_rewards_it_is_added_to_their_policy_gradient():
     torch.testing.assert_close(mixed.loss(policy, point), wanted)
 
 
-@pytest.mark.parametrize(("family", "kind"), zip(FAMILIES, [*KINDS, *KINDS], strict=False))
+@pytest.mark.parametrize(("family", "kind"), list(zip(FAMILIES, [*KINDS, *KINDS], strict=False)))
 def test_a_policy_comes_to_its_teacher(family, kind):
     policy = toys.make(family)
     by = 0.3 if family in ("masked", "causal") else 0.05
