@@ -10,66 +10,58 @@ from mmrl.core.output import Lasting, lasting_output
 from tests.fixtures import warm
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stopping")
-    done = warm.run(["-m", "tests.fixtures.stopping_worker", folder])
+@pytest.mark.slow
+def test_what_ends_a_run_and_what_it_leaves(tmp_path, subtests):
+    """One test, so that the runs are made once for all workers."""
+    done = warm.run(["-m", "tests.fixtures.stopping_worker", tmp_path])
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    for check in (
+        assert_a_signal_saves_and_the_status_says_that_it_can_be_resumed,
+        assert_limits_and_other_processes_stop_it_with_the_same_status,
+        assert_what_is_ignored_or_closed_does_not_end_it,
+        assert_code_that_ends_the_program_is_a_sentence,
+        assert_a_second_training_is_refused_and_a_dead_ones_folder_goes_on,
+        assert_a_full_disk_is_a_sentence_and_the_run_goes_on_later,
+    ):
+        with subtests.test(check.__name__):
+            check(outcomes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "status"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGHUP", 75), ("SIGQUIT", 75)]
-)
-def test_a_signal_saves_and_the_status_says_that_it_can_be_resumed(outcomes, name, status):
-    known = outcomes[name]
-    assert known["statuses"] == [status], known["said"]
-    assert known["checkpoint"] == f"iteration-{known['iterations'][-1]:06d}"
-    assert "mmrl train --resume" in known["said"] and "Traceback" not in known["said"]
-    assert known["events"][-1] == "stopped" and "finished" not in known["events"]
+def assert_a_signal_saves_and_the_status_says_that_it_can_be_resumed(outcomes):
+    for name, status in {"SIGINT": 130, "SIGTERM": 75, "SIGHUP": 75, "SIGQUIT": 75}.items():
+        known = outcomes[name]
+        assert known["statuses"] == [status], known["said"]
+        assert known["checkpoint"] == f"iteration-{known['iterations'][-1]:06d}"
+        assert "mmrl train --resume" in known["said"] and "Traceback" not in known["said"]
+        assert known["events"][-1] == "stopped" and "finished" not in known["events"]
 
 
-@pytest.mark.slow
-def test_a_signal_to_one_process_stops_all_with_one_status(outcomes):
-    known = outcomes["of two"]
+def assert_limits_and_other_processes_stop_it_with_the_same_status(outcomes):
+    known = outcomes["of two"]  # only one of them heard of it
     assert known["statuses"] == [75, 75], known["said"]
     assert "interrupted by SIGTERM" in known["said"] and known["events"][-1] == "stopped"
-
-
-@pytest.mark.slow
-def test_a_time_limit_can_be_resumed(outcomes):
     known = outcomes["time limit"]
     assert known["statuses"] == [75] and "time limit of 0.001 s reached" in known["said"]
 
 
-@pytest.mark.slow
-def test_an_ignored_signal_stays_ignored(outcomes):
-    assert outcomes["nohup"]["statuses"] == [0]
-    assert outcomes["nohup"]["iterations"] == [1, 2, 3, 4]
+def assert_what_is_ignored_or_closed_does_not_end_it(outcomes):
+    for name in ("nohup", "closed stdout"):
+        known = outcomes[name]
+        assert known["statuses"] == [0] and known["iterations"] == [1, 2, 3, 4]
+    assert outcomes["closed stdout"]["events"][-1] == "finished"
 
 
-@pytest.mark.slow
-def test_a_closed_stdout_does_not_end_the_run(outcomes):
-    known = outcomes["closed stdout"]
-    assert known["statuses"] == [0] and known["iterations"] == [1, 2, 3, 4]
-    assert known["events"][-1] == "finished"
+def assert_code_that_ends_the_program_is_a_sentence(outcomes):
+    for name, status in {"reward": 2, "reward, later": 0, "data": 2}.items():
+        known = outcomes[name]
+        assert known["statuses"] == [status] and "Traceback" not in known["said"], known["said"]
+    said = outcomes["reward"]["said"]
+    assert "could not score" in said and "SystemExit: 5" in said
+    assert "leaving_data.py:14 ended the program" in outcomes["data"]["said"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["reward", "reward, later", "data"])
-def test_code_that_ends_the_program_is_a_sentence(outcomes, name):
-    known = outcomes[name]
-    assert known["statuses"] == ([0] if name == "reward, later" else [2]), known["said"]
-    assert "Traceback" not in known["said"]
-    if name == "reward":
-        assert "could not score" in known["said"] and "SystemExit: 5" in known["said"]
-    if name == "data":
-        assert "leaving_data.py:14 ended the program" in known["said"]
-
-
-@pytest.mark.slow
-def test_a_second_training_is_refused_and_a_dead_ones_folder_goes_on(outcomes):
+def assert_a_second_training_is_refused_and_a_dead_ones_folder_goes_on(outcomes):
     known = outcomes["second"]
     assert known["statuses"] == [2] and f"in use by process {known['first']}" in known["said"]
     assert known["page"], "readers need no lock"
@@ -78,14 +70,13 @@ def test_a_second_training_is_refused_and_a_dead_ones_folder_goes_on(outcomes):
     assert taken["iterations"] == list(range(1, len(taken["iterations"]) + 1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1500, 20_000])
-def test_a_full_disk_is_a_sentence_and_the_run_goes_on_later(outcomes, size):
-    known = outcomes[f"full {size}"]
-    assert known["statuses"] == [2] and "Traceback" not in known["said"], known["said"]
-    assert "cannot write to" in known["said"] and "free space" in known["said"]
-    mended = outcomes[f"mended {size}"]
-    assert mended["statuses"] == [0] and mended["iterations"] == [1, 2, 3, 4], mended["said"]
+def assert_a_full_disk_is_a_sentence_and_the_run_goes_on_later(outcomes):
+    for size in (1500, 20_000):
+        known = outcomes[f"full {size}"]
+        assert known["statuses"] == [2] and "Traceback" not in known["said"], known["said"]
+        assert "cannot write to" in known["said"] and "free space" in known["said"]
+        mended = outcomes[f"mended {size}"]
+        assert mended["statuses"] == [0] and mended["iterations"] == [1, 2, 3, 4], mended["said"]
 
 
 class Broken:
