@@ -33,7 +33,6 @@ MODULES = (
     "combined.votes",
     "combined.weights",
     "heads.aesthetic",
-    "heads.embedding",
     "heads.fitted_head",
     "images.clip_iqa",
     "images.clip_score",

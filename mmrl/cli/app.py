@@ -233,16 +233,22 @@ def fit_head(
     folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("head"),
     clip: arguments.ClipFeatures = None,
     vision: arguments.VisionFeatures = None,
+    text_model: arguments.TextFeatures = None,
+    join_text: arguments.JoinText = False,
+    pool: arguments.TextPool = "mean",
     hidden: arguments.HiddenWidths = None,
+    count: arguments.EnsembleSize = 1,
     held_out: arguments.HeldOut = 0.2,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:0 ...")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Fit a reward, `fitted_head: {path: FOLDER}`, to rated pictures or pairs."""
-    from mmrl.cli.fitting import FeatureChoice, fit_head
+    """Fit a reward, `fitted_head: {path: FOLDER}`, to rated samples or pairs."""
+    from mmrl.cli.fitting import choose_encoder, fit_head
+    from rewards.heads.fit import Recipe
 
-    chosen = FeatureChoice(clip, vision, device)
-    print(fit_head(data, folder, chosen, tuple(hidden or ()), held_out, seed))
+    choice = choose_encoder(clip, vision, text_model, join_text, pool)
+    recipe = Recipe(count, tuple(hidden or ()), held_out=held_out, seed=seed)
+    print(fit_head(data, folder, choice, recipe, device))
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -115,8 +115,8 @@ Margin = Annotated[float, typer.Option(min=0, help="Least difference of the two 
 Rated = Annotated[
     Path,
     typer.Argument(
-        help="A .csv or .jsonl file of picture and score, or pairs of `mmrl view --rate` or "
-        "`mmrl label`."
+        help="A .csv or .jsonl file of sample and score or ratings, or pairs of `mmrl view "
+        "--rate` or `mmrl label`."
     ),
 ]
 ClipFeatures = Annotated[
@@ -125,6 +125,16 @@ ClipFeatures = Annotated[
 VisionFeatures = Annotated[
     str | None,
     typer.Option(help="Features of a vision model of transformers (DINO, SigLIP, CLIP)."),
+]
+TextFeatures = Annotated[
+    str | None, typer.Option(help="Features of answers with prompts, by a text model.")
+]
+JoinText = Annotated[
+    bool, typer.Option("--join-text", help="Join features of picture and prompt (with --clip).")
+]
+TextPool = Annotated[Literal["mean", "last"], typer.Option(help="Tokens of --text-model.")]
+EnsembleSize = Annotated[
+    int, typer.Option(min=1, help="Heads of an ensemble, fitted to resampled rows.")
 ]
 HiddenWidths = Annotated[
     list[int] | None,

@@ -164,6 +164,7 @@ NAMES_OF_THE_FIELD = {
     ("objective", "grpo"): "policy_gradient",
     ("objective", "ppo"): "policy_gradient",
     ("objective", "reinforce"): "policy_gradient",
+    ("reward", "embedding_head"): "fitted_head",
     ("option", "r"): "rank",  # peft's names, within ``lora``
     ("option", "lora_alpha"): "alpha",
     ("option", "target_modules"): "targets",

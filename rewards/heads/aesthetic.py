@@ -21,7 +21,7 @@ from rewards.base.clip import Clip, load_named
 from rewards.base.frames import BatchSize, FrameReward
 from rewards.base.hf import Preprocess
 from rewards.card import card
-from rewards.heads.embedding import Head, linear_layers
+from rewards.heads.head import Head, linear_layers
 
 HEAD = "~/.cache/mmrl/sac+logos+ava1-l14-linearMSE.pth"
 SOURCE = "https://github.com/christophschuhmann/improved-aesthetic-predictor"

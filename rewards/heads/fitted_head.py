@@ -1,141 +1,159 @@
-"""Scores pictures by a head that ``mmrl fit-head`` has fitted to your ratings."""
+"""Scores frozen embeddings by small heads, alone or as an ensemble, which ``mmrl fit-head``
+fits."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
-import torch.nn.functional as nnf
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from mmrl.core.types import Prompt
-from rewards.base.clip import load_named
-from rewards.base.frames import BatchSize, FrameReward
-from rewards.base.hf import Eyes, load_model
+from mmrl.core.types import Media, Prompt
+from rewards.base.frames import BatchSize
 from rewards.base.precision import own_precision
-from rewards.card import card
-from rewards.heads.embedding import load_head
+from rewards.card import card, card_of
+from rewards.heads.encoders import Features, Kind, Pool, load_encoder
+from rewards.heads.head import Activation, load_head
 
-Kind = Literal["clip", "vision"]
 WEIGHTS = "head.safetensors"
 ABOUT = "head.json"
 
 
-class PictureFeatures:
-    """Computes unit features [N, E] of pictures, by a model of open_clip (``clip``) or a vision
-    model of transformers (``vision``): its pooled output if it has one, as CLIP and SigLIP do, else
-    the first token, as for DINO. Differentiable."""
-
-    def __init__(
-        self,
-        kind: Kind,
-        model: str,
-        batch_size: int = 64,
-        device: str | torch.device = "auto",
-    ):
-        self.kind = kind
-        self.model = model
-        self.batch_size = batch_size
-        if kind == "clip":
-            self.clip = load_named(model, device)
-            return
-        network = load_model("AutoModel", model, device)
-        self.network: Any = getattr(network, "vision_model", network)
-        self.eyes = Eyes(model)
-
-    def __call__(self, pictures: Tensor) -> Tensor:
-        """Embed [N, 3, H, W] in 0..1 -> [N, E] float32; NaN for a picture that is not finite."""
-        if self.kind == "clip":
-            return self.clip.embed_images(pictures, self.batch_size)
-        parameter = next(self.network.parameters())
-        rows = []
-        with own_precision(parameter.device.type):
-            for part in pictures.split(self.batch_size):
-                broken = ~part.isfinite().flatten(1).all(1).to(parameter.device)
-                pixels = self.eyes(part.nan_to_num(0.0, 0.0, 0.0), parameter.device)
-                output = self.network(pixel_values=pixels.to(parameter.dtype))
-                pooled = getattr(output, "pooler_output", None)
-                values = output.last_hidden_state[:, 0] if pooled is None else pooled
-                values = nnf.normalize(values.float(), dim=-1)
-                rows.append(values.masked_fill(broken[:, None], torch.nan))
-        return torch.cat(rows)
-
-
 @REWARDS.register("fitted_head")
 @card(
-    media="image video",
     differentiable=True,
-    source="`mmrl fit-head`, on a model of open_clip or transformers",
-    licence="of the model and your ratings",
+    source="`mmrl fit-head`; [Sun et al. 2025](https://arxiv.org/abs/2502.04357); heads of several "
+    "aspects: [Multi-objective GRPO](https://arxiv.org/abs/2503.21819)",
+    licence="of the encoder and your ratings",
     scaling="that of the ratings; of pairs, log-odds of being preferred",
 )
-class FittedHead(FrameReward):
-    """Score pictures by a head that ``mmrl fit-head`` fitted to your ratings or pairs.
+class FittedHead:
+    """Score frozen embeddings by a head or an ensemble of heads that ``mmrl fit-head`` fitted.
 
-    The prompt is ignored. For a video, the mean over its frames. ``head.json`` next to the weights
-    names the features and the score on held-out ratings.
+    Images and videos (the mean of a video's frames is scored), or answers with their prompts. A
+    head with several outputs rates several aspects; ``weights`` sums them. Several heads are
+    combined as ``ensemble`` does: ``mean``, ``worst``, or ``uncertainty``: mean - penalty *
+    variance.
 
     Args:
-        path: the folder that ``mmrl fit-head`` wrote.
+        path: the folder that ``mmrl fit-head`` wrote, whose ``head.json`` names the encoder; or
+            files with a chain of linear layers, or ``org/repo/file``, on the encoder ``model``.
+        model: of files: ``name/tag`` of open_clip, a folder or hub id.
+        kind: of ``model``: ``clip`` (open_clip), ``vision`` or ``text`` (transformers).
+        features: ``media``, or ``media_and_text``: image x, prompt y and x * y joined (``clip``).
+        pool: of a text model: ``mean`` over tokens, or the ``last``.
+        weights: of a head's outputs; None: their mean.
+        how: see above.
+        penalty: see above.
+        activation: between the layers, for files that do not name one; None: from the file.
         scale: factor of the score.
         batch_size: pictures in one forward pass.
         device: ``auto`` is CUDA if there is one.
 
     Raises:
-        UserError: a folder without a head, or a head that does not fit its features.
+        UserError: a folder or file without a head, or heads that do not fit the embeddings or each
+            other.
     """
-
-    name = "fitted_head"
 
     def __init__(
         self,
-        path: str,
+        path: str | list[str],
+        model: str | None = None,
+        kind: Kind = "clip",
+        features: Features = "media",
+        pool: Pool = "mean",
+        weights: list[float] | None = None,
+        how: Literal["mean", "worst", "uncertainty"] = "mean",
+        penalty: Annotated[float, Ge(0)] = 1.0,
+        activation: Activation | None = None,
         scale: float = 1.0,
         batch_size: BatchSize = 64,
         device: str = "auto",
     ):
-        super().__init__(batch_size, device)
-        folder = Path(path).expanduser()
-        about = read_about(folder)
-        self.scale = scale
-        self.head: nn.Module = load_head(str(folder / WEIGHTS))
-        self.features = PictureFeatures(about["kind"], about["model"], batch_size, self.device)
-        probe = self.features(torch.full((1, 3, 32, 32), 0.5))
-        if probe.shape[1] != self.head.width or self.head.outputs != 1:
+        encoder: dict[str, Any] = {"model": model, "kind": kind, "features": features, "pool": pool}
+        files = [path] if isinstance(path, str) else list(path)
+        if model is None:
+            files, encoder = read_folder(files)
+        self.heads, self.width, outputs = load_heads(files, activation)
+        if weights is not None and len(weights) != outputs:
             raise UserError(
-                f"reward 'fitted_head': {folder} takes {self.head.width} numbers and gives "
-                f"{self.head.outputs}; {about['model']} makes {probe.shape[1]}, and one is wanted"
+                f"reward 'fitted_head': {len(weights)} weights for heads of {outputs} outputs"
             )
-        self.head.to(probe.device)
+        self.weights = torch.tensor(weights or [1 / outputs] * outputs, dtype=torch.float64)
+        self.how = how
+        self.penalty = penalty
+        self.scale = scale
+        self.encoder = load_encoder(**encoder, batch_size=batch_size, device=device)
+        self.check_width(encoder["model"])
+        self.card = replace(
+            card_of(type(self)),
+            media=self.encoder.media,
+            needs=("text",) if self.encoder.reads_prompt else (),
+        )
 
-    def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
-        return self.scale * super().__call__(media, prompts)
+    def check_width(self, model: str) -> None:
+        """Refuse heads of another width than what the encoder makes of one sample."""
+        sample: Media = ["a"] if "text" in self.encoder.media else torch.full((1, 3, 32, 32), 0.5)
+        with torch.no_grad():
+            made = self.encoder(sample, [{"text": "a"}]).shape[1]
+        if made != self.width:
+            raise UserError(
+                f"reward 'fitted_head': the heads take embeddings of {self.width} numbers, {model} "
+                f"makes {made}"
+            )
 
-    def score(self, pictures: Tensor, conditions: Any) -> Tensor:
-        scores: Tensor = self.head(self.features(pictures)).squeeze(-1)
-        return scores
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
+        """Score images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on
+        the CPU."""
+        embeddings = self.encoder(media, prompts).to(next(self.heads.parameters()).device)
+        with own_precision(embeddings.device.type):
+            each = torch.stack([head(embeddings) for head in self.heads])  # [N, B, K]
+        return self.scale * self.combined(each.double().cpu() @ self.weights).float()
+
+    def combined(self, scores: Tensor) -> Tensor:
+        """Combine the scores [N, B] of N heads -> [B]."""
+        if self.how == "worst":
+            return scores.amin(0)
+        spread = scores.var(0, correction=0) if self.how == "uncertainty" else 0.0
+        return scores.mean(0) - self.penalty * spread
 
 
-def read_about(folder: Path) -> dict[str, Any]:
-    """Read a folder's ``head.json``. UserError if it is not one of mmrl."""
+def load_heads(files: list[str], activation: Activation | None) -> tuple[nn.ModuleList, int, int]:
+    """Load heads of one shape; returns them with their numbers of inputs and outputs."""
+    if not files:
+        raise UserError("reward 'fitted_head': `path` is empty; name a folder or at least one file")
+    heads = [load_head(file, activation) for file in files]
+    shapes = [(head.width, head.outputs) for head in heads]
+    if len(set(shapes)) > 1:
+        raise UserError(f"reward 'fitted_head': the heads differ: (inputs, outputs) {shapes}")
+    return nn.ModuleList(heads), *shapes[0]
+
+
+def read_folder(paths: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the files of heads and the encoder of the folder that ``mmrl fit-head`` wrote.
+    UserError if it did not."""
+    folder = Path(paths[0] if len(paths) == 1 else "").expanduser()
     file = folder / ABOUT
-    if not file.is_file() or not (folder / WEIGHTS).is_file():
+    if len(paths) != 1 or not file.is_file():
         raise UserError(
-            f"reward 'fitted_head': {folder} holds no {WEIGHTS} and {ABOUT}; `mmrl fit-head DATA "
-            f"--out FOLDER` writes them"
+            f"reward 'fitted_head': {', '.join(paths) or '`path`'} is no folder with {ABOUT}; "
+            f"`mmrl fit-head DATA --out FOLDER` writes one, and files of heads need `model`, their "
+            f"encoder"
         )
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{file}: not JSON: {error}") from error
-    if (
-        not isinstance(about, dict)
-        or about.get("kind") not in ("clip", "vision")
-        or not isinstance(about.get("model"), str)
-    ):
-        raise UserError(f"{file}: names no model; expected kind (clip or vision) and model")
-    return about
+    known = isinstance(about, dict) and about.get("kind") in get_args(Kind)
+    if not known or not isinstance(about.get("model"), str):
+        raise UserError(
+            f"{file}: names no model; expected kind ({', '.join(get_args(Kind))}) and model"
+        )
+    encoder = {key: about[key] for key in ("kind", "model", "features", "pool") if key in about}
+    return [str(folder / name) for name in about.get("heads", [WEIGHTS])], encoder

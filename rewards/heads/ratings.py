@@ -1,4 +1,4 @@
-"""Reads ratings of pictures, and preference pairs, for ``mmrl fit-head``."""
+"""Reads ratings of samples, and preference pairs, for ``mmrl fit-head``."""
 
 from __future__ import annotations
 
@@ -24,43 +24,52 @@ FRAMES = 4  # frames of a video that are read
 
 @dataclass(frozen=True)
 class Ratings:
-    """Holds ratings of pictures, or pairs. ``files``: [N] or [N, 2]. ``targets``: [N] scores or,
-    for pairs, the probability that the first is better: 1, or 0.5 for a tie. ``groups``: rows of
-    one group share a picture or a prompt, and are held out together."""
+    """Holds ratings of samples, or pairs. ``samples``: [N] or [N, 2], files or answers.
+    ``targets``: scores [N], or [N, K] of K ``aspects`` with NaN where one is not rated; for pairs,
+    the probability that the first is better: 1, or 0.5 for a tie. ``groups``: rows of one group
+    share a sample or a prompt, and are held out together. ``prompts``: their texts."""
 
-    files: list[tuple[Path, ...]]
+    samples: list[tuple[Path | str, ...]]
     targets: Tensor
     groups: Tensor
+    prompts: list[str]
+    aspects: tuple[str, ...] = ("",)
 
     @property
     def paired(self) -> bool:
-        return len(self.files[0]) == 2
+        return len(self.samples[0]) == 2
 
 
-def read_ratings(path: Path) -> Ratings:
-    """Read a .csv or .jsonl file: rows of a picture and its score, or pairs with ``chosen`` and
-    ``rejected`` as ``mmrl view --rate`` and ``mmrl label`` write them. Picture paths are relative
-    to it. UserError with the row of a mistake."""
+def read_ratings(path: Path, texts: bool = False) -> Ratings:
+    """Read a .csv or .jsonl file: rows of a sample and its score, or of its ``ratings``, an object
+    of aspects; or pairs with ``chosen`` and ``rejected`` as ``mmrl view --rate`` and ``mmrl label``
+    write them. Samples are files relative to it, or answers (``texts``). UserError with the row of
+    a mistake."""
     kinds = set()
-    files, targets, keys = [], [], []
+    samples, scores, keys, prompts = [], [], [], []
     for place, row in _rows(path):
         pair = {"chosen", "rejected"} <= set(row)
-        kinds.add(pair)
+        kinds.add((pair, "ratings" in row))
         if len(kinds) > 1:
             raise UserError(f"{place}: pairs and ratings in one file; give a file of one kind")
-        names, target = _pair(row, place) if pair else _rating(row, place)
-        files.append(tuple(_file(path.parent / name, place) for name in names))
-        targets.append(target)
-        prompt = str(row.get("prompt") or row.get("text") or "")
-        keys.append([f"file {file}" for file in files[-1]] + ([f"prompt {prompt}"] * bool(prompt)))
-    if not files:
+        names, score = _pair(row, place) if pair else _rating(row, place)
+        samples.append(tuple(name if texts else _file(path.parent / name, place) for name in names))
+        scores.append(score)
+        prompts.append(str(row.get("prompt") or row.get("text") or ""))
+        keys.append([f"sample {sample}" for sample in samples[-1]])
+        keys[-1] += [f"prompt {prompts[-1]}"] * bool(prompts[-1])
+    if not samples:
         raise UserError(f"{path}: no rows; ratings need a picture and a score in every row")
-    values = torch.tensor(targets, dtype=torch.float64)
-    if kinds == {False} and len(values.unique()) < 2:
-        raise UserError(
-            f"{path}: every picture has the score {targets[0]:g}; nothing can be learnt"
-        )
-    return Ratings(files, values, connected(keys))
+    aspects = tuple(sorted({aspect for score in scores for aspect in score}))
+    table = [[score.get(aspect, math.nan) for aspect in aspects] for score in scores]
+    targets = torch.tensor(table, dtype=torch.float64)
+    for aspect, column in zip(aspects, targets.T, strict=True):
+        values = column[~column.isnan()]
+        if len(samples[0]) == 1 and len(values.unique()) < 2:
+            which = f"the score {values[0]:g}" if not aspect else f"one rating of {aspect!r}"
+            raise UserError(f"{path}: every picture has {which}; nothing can be learnt")
+    targets = targets[:, 0] if aspects == ("",) else targets
+    return Ratings(samples, targets, connected(keys), prompts, aspects)
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -80,24 +89,31 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"{path}:{number}", row
 
 
-def _rating(row: Mapping[str, Any], place: str) -> tuple[list[str], float]:
-    picture = next((row[name] for name in PICTURE if row.get(name)), None)
+def _rating(row: Mapping[str, Any], place: str) -> tuple[list[str], dict[str, float]]:
+    """Return the sample of a row and its scores by aspect, one without a name if there is but
+    one."""
+    sample = next((row[name] for name in PICTURE if row.get(name)), None)
     score = next((row[name] for name in SCORE if row.get(name) not in (None, "")), None)
-    if not isinstance(picture, str) or score is None:
+    scores = row.get("ratings") or {"": score}
+    if not isinstance(sample, str) or not isinstance(scores, Mapping) or None in scores.values():
         raise UserError(
-            f"{place}: expected {' or '.join(PICTURE)} and {' or '.join(SCORE)}, or the pair "
-            f"chosen and rejected; found {', '.join(map(str, row))[:200] or 'nothing'}"
+            f"{place}: expected {' or '.join(PICTURE)} and {' or '.join(SCORE)} or ratings, or the "
+            f"pair chosen and rejected; found {', '.join(map(str, row))[:200] or 'nothing'}"
         )
+    return [sample], {str(aspect): _number(score, place) for aspect, score in scores.items()}
+
+
+def _number(score: Any, place: str) -> float:
     try:
         value = float(score)
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
         raise UserError(f"{place}: score {str(score)[:40]!r} is no number")
-    return [picture], value
+    return value
 
 
-def _pair(row: Mapping[str, Any], place: str) -> tuple[list[str], float]:
+def _pair(row: Mapping[str, Any], place: str) -> tuple[list[str], dict[str, float]]:
     """Return the names of a pair's files, the better one first, and the probability of that."""
     if row["chosen"] is None and row["rejected"] is None and row.get("tie"):
         answers = row.get("answers")
@@ -111,7 +127,7 @@ def _pair(row: Mapping[str, Any], place: str) -> tuple[list[str], float]:
         target = 1.0
     if len(names) != 2 or not all(isinstance(name, str) and name for name in names):
         raise UserError(f"{place}: a pair names two files of pictures, chosen and rejected")
-    return list(names), target
+    return list(names), {"": target}
 
 
 def _file(path: Path, place: str) -> Path:
@@ -122,7 +138,7 @@ def _file(path: Path, place: str) -> Path:
     if not known:
         raise UserError(
             f"{place}: no picture {str(path)[:120]}; files are looked for beside the data "
-            f"(pairs of texts are for python -m mmrl.rewards.heads.fit_heads)"
+            f"(answers need --text-model)"
         )
     return path.resolve()
 

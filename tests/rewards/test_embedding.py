@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 
 from mmrl.core.errors import UserError
 from mmrl.scoring import Scorer
-from rewards import embedding_head
+from rewards import fitted_head
 from rewards.base.clip import load_clip
 from rewards.card import card_of
-from rewards.heads.embedding import load_head
-from rewards.heads.fit_heads import Recipe, accuracy, fit_preferences, fit_ratings
-from tests.fixtures.command import program
+from rewards.heads.fit import Recipe, fit_preferences, fit_ratings
+from rewards.heads.head import load_head
+from tests.fixtures.command import mmrl, refused
 from tests.fixtures.tiny_rewards import TINY, pictures, save_tiny_clip
 
 WIDTH = TINY["embed_dim"]
@@ -57,9 +57,7 @@ def test_heads_are_their_loops(clip, tmp_path):
             rows.append(total)
         scores.append(rows)
     for how in ("mean", "worst", "uncertainty"):
-        reward = embedding_head(
-            files, clip=clip, weights=weights, how=how, penalty=0.5, device="cpu"
-        )
+        reward = fitted_head(files, clip, weights=weights, how=how, penalty=0.5, device="cpu")
         values = reward(pictures(4), [{}] * 4).tolist()
         for row, value in enumerate(values):
             column = [rows[row] for rows in scores]
@@ -71,7 +69,7 @@ def test_heads_are_their_loops(clip, tmp_path):
 
 def test_pictures_and_texts_are_joined(clip, tmp_path):
     file = linear(tmp_path / "h.safetensors", 0, 3 * WIDTH)
-    reward = embedding_head(file, clip=clip, features="media_and_text", device="cpu")
+    reward = fitted_head(file, clip, features="media_and_text", device="cpu")
     prompts = [{"text": "a red cube"}, {"text": "a dog"}]
     model = load_clip(clip, "", "cpu")
     x = model.embed_images(pictures(2))
@@ -105,18 +103,21 @@ def test_what_is_no_head_is_refused(clip, tmp_path):
         load_head("nowhere.pth")
     narrow = linear(tmp_path / "n.safetensors", 0, 3)
     fitting = linear(tmp_path / "f.safetensors", 0)
-    with pytest.raises(UserError, match="the encoder makes"):
-        embedding_head(narrow, clip=clip, device="cpu")(pictures(1), [{}])
+    with pytest.raises(UserError, match="take embeddings of 3 numbers"):
+        fitted_head(narrow, clip, device="cpu")
     for options, says in (
-        ({"heads": [fitting, narrow], "clip": clip}, "the heads differ"),
-        ({"heads": [], "clip": clip}, "is empty"),
-        ({"heads": fitting, "clip": clip, "weights": [1.0, 2.0]}, "2 weights for heads of 1"),
-        ({"heads": fitting, "clip": "./nowhere"}, "no such folder"),
-        ({"heads": fitting}, "give one of the two"),
-        ({"heads": fitting, "text_model": "x", "features": "media_and_text"}, "needs clip"),
+        ({"path": [fitting, narrow], "model": clip}, "the heads differ"),
+        ({"path": [], "model": clip}, "is empty"),
+        ({"path": fitting, "model": clip, "weights": [1.0, 2.0]}, "2 weights for heads of 1"),
+        ({"path": fitting, "model": "./nowhere"}, "no such folder"),
+        ({"path": fitting}, "files of heads need `model`"),
+        (
+            {"path": fitting, "model": "x", "kind": "text", "features": "media_and_text"},
+            "needs clip",
+        ),
     ):
         with pytest.raises(UserError, match=says):
-            embedding_head(**options, device="cpu")
+            fitted_head(**options, device="cpu")
 
 
 def planted(rows=400, width=8, seed=0):
@@ -133,7 +134,8 @@ def test_preferences_are_learnt_and_ensembles_differ():
     chosen, rejected, direction = planted()
     recipe = Recipe(count=3, steps=150, learning_rate=0.05)
     heads = fit_preferences(chosen[:300], rejected[:300], recipe)
-    assert accuracy(heads, chosen[300:], rejected[300:]) > 0.85
+    gaps = torch.stack([head(chosen[300:]) - head(rejected[300:]) for head in heads]).mean(0)
+    assert float((gaps > 0).double().mean()) > 0.85
     slope = heads[0].layers[0].weight[0] / heads[0].std
     assert float(torch.cosine_similarity(slope, direction, dim=0)) > 0.95
     assert not torch.equal(heads[0].layers[0].weight, heads[1].layers[0].weight)
@@ -159,22 +161,43 @@ def test_the_program_fits_heads_that_the_reward_reads(clip, tmp_path):
     for i in range(24):
         for name, level in (("bright", 150 + 4 * i), ("dark", 4 * i)):
             Image.new("RGB", (8, 8), (level, level, level)).save(tmp_path / f"{name}{i}.png")
-        rows.append({"text": "x", "chosen": f"bright{i}.png", "rejected": f"dark{i}.png"})
+        rows.append({"text": f"x{i}", "chosen": f"bright{i}.png", "rejected": f"dark{i}.png"})
     data = tmp_path / "pairs.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     out = tmp_path / "heads"
-    command = ["rewards.heads.fit_heads", data, out, "--clip", clip]
-    done = program(*command, "--count", "2", "--steps", "200")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["accuracy"] == 1.0
-    files = [str(out / f"head_{i}.safetensors") for i in range(2)]
-    reward = embedding_head(files, clip=clip, how="worst", device="cpu")
+    words = ("fit-head", data, "--clip", clip, "--device", "cpu")
+    done = mmrl(*words, "--out", out, "--count", 2, "--hidden", 4, cwd=tmp_path)
+    assert "accuracy on 5 held-out rows (5 groups): 1.000" in done.stdout
+    reward = fitted_head(str(out), how="worst", device="cpu")
+    assert len(reward.heads) == 2
     greys = torch.tensor([0.1, 0.9]).view(2, 1, 1, 1).expand(2, 3, 8, 8)
     scores = Scorer({"taste": reward})(greys, [{"text": "x"}] * 2)["taste"]
     assert scores[1] > scores[0]
+
+
+def test_answers_of_several_aspects_are_fitted_and_scored(tmp_path):
+    """Words of length and of number, rated; a rating may be missing."""
+    from tests.fixtures.tiny_text_encoder import save_text_encoder
+
+    model = save_text_encoder(tmp_path / "encoder")
+    words = ["a", "b", "cat", "dog", "two", "dogs", "is", "it", "what", "x", "y", "z"]
+    rows = [
+        {"text": f"question {i}", "sample": word, "ratings": {"length": len(word), "place": i}}
+        for i, word in enumerate(words)
+    ]
+    del rows[3]["ratings"]["place"]
+    data = tmp_path / "rated.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    words = ("fit-head", data, "--text-model", model, "--device", "cpu", "--pool", "last")
+    done = mmrl(*words, "--out", tmp_path / "head", cwd=tmp_path)
+    assert "correlation of length" in done.stdout and "correlation of place" in done.stdout
+    reward = fitted_head(str(tmp_path / "head"), weights=[1.0, 0.0], device="cpu")
+    assert card_of(reward).media == ("text",) and reward.encoder.pool == "last"
+    embeddings = reward.encoder(["cat"], [{"text": "q"}])
+    expected = reward.heads[0](embeddings)[:, 0]
+    torch.testing.assert_close(reward(["cat"], [{"text": "q"}]), expected)
     data.write_text('{"text": "x"}')
-    wrong = program(*command)
-    assert wrong.returncode == 1 and "pairs.jsonl:1 has neither" in wrong.stderr
+    assert "expected picture or image" in refused(*words, "--out", "new", cwd=tmp_path)
 
 
 def test_answers_are_embedded_with_their_prompts(tmp_path):
@@ -183,7 +206,7 @@ def test_answers_are_embedded_with_their_prompts(tmp_path):
     model = save_text_encoder(tmp_path / "encoder")
     file = linear(tmp_path / "h.safetensors", 0, 8)
     for pool in ("mean", "last"):
-        reward = embedding_head(file, text_model=model, pool=pool, device="cpu")
+        reward = fitted_head(file, model, "text", pool=pool, device="cpu")
         texts = ["a cat", "two dogs", "a cat"]
         prompts = [{"text": "what is it"}] * 2 + [{"text": "a dog"}]
         values = reward(texts, prompts)
@@ -191,5 +214,5 @@ def test_answers_are_embedded_with_their_prompts(tmp_path):
         alone = torch.cat([reward([t], [p]) for t, p in zip(texts, prompts, strict=True)])
         torch.testing.assert_close(values, alone)
     assert card_of(reward).media == ("text",)
-    with pytest.raises(UserError, match="images and videos need `clip`"):
+    with pytest.raises(UserError, match="images and videos need a head on"):
         reward(pictures(1), [{}])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mmrl.core.errors import UserError
 from rewards import fitted_head
-from rewards.heads import fit_head as fitting
+from rewards.heads import fit as fitting
 from rewards.heads.ratings import connected, load_frames, read_ratings
 from tests.fixtures.command import mmrl, refused
 from tests.fixtures.tiny_image_rewards import save_dino, save_hf_clip
@@ -66,7 +66,7 @@ def test_a_head_learns_what_is_rated(data, hidden, scans, clip, tmp_path):
     words = ("fit-head", scans / data, "--clip", clip, "--out", "head", "--device", "cpu", *hidden)
     done = mmrl(*words, cwd=tmp_path)
     about = json.loads((tmp_path / "head" / "head.json").read_text())
-    held = about["held_out"]
+    (held,) = about["held_out"]
     assert held["value"] > 0.85 and held["low"] < held["value"] <= held["high"]
     assert held["low"] > 0.4 and f"{held['value']:.3f} [{held['low']:.3f}" in done.stdout
     assert about["fitted_to"] == ("ratings" if data == "rated.csv" else "pairs")
@@ -85,7 +85,7 @@ def test_ratings_without_sense_are_said_to_be_not_learnt(scans, clip, tmp_path):
     mixed.write_text("picture,score\n" + "\n".join(f"{r.split(',')[0]},{s}" for r, s in pairs))
     words = ("fit-head", mixed, "--clip", clip, "--out", "head", "--device", "cpu")
     mmrl(*words, "--held-out", 0.5, cwd=tmp_path)
-    held = json.loads((tmp_path / "head" / "head.json").read_text())["held_out"]
+    (held,) = json.loads((tmp_path / "head" / "head.json").read_text())["held_out"]
     assert held["low"] < 0.1 or not np.isfinite(held["low"])
 
 
@@ -135,10 +135,10 @@ def test_rows_that_share_a_picture_or_a_prompt_are_held_out_together():
     groups = connected(keys)
     assert [groups.tolist().index(g) for g in groups.tolist()] == [0, 1, 0, 0, 0, 5]
     many = torch.arange(40) // 2
-    train, test = fitting.split(many, fitting.HeadRecipe(held_out=0.25))
+    train, test = fitting.split(many, fitting.Recipe(held_out=0.25))
     assert not set(many[train].tolist()) & set(many[test].tolist()) and len(test) == 10
     with pytest.raises(UserError, match="10 groups are needed"):
-        fitting.split(torch.arange(40) // 8, fitting.HeadRecipe())
+        fitting.split(torch.arange(40) // 8, fitting.Recipe())
 
 
 def test_intervals():
@@ -183,8 +183,8 @@ def test_what_cannot_be_used_is_said_before_a_model_is_loaded(scans, clip, tmp_p
     said = refused("fit-head", few, "--clip", "no such model", cwd=tmp_path)
     assert "10 groups are needed" in " ".join(said.split())
     said = refused("fit-head", few, "--clip", "a", "--vision", "b", cwd=tmp_path)
-    assert "--clip and --vision: give one" in " ".join(said.split())
-    with pytest.raises(UserError, match="`mmrl fit-head DATA --out FOLDER` writes them"):
+    assert "--text-model: give one" in " ".join(said.split())
+    with pytest.raises(UserError, match="`mmrl fit-head DATA --out FOLDER` writes one"):
         fitted_head(str(tmp_path))
     words = ("fit-head", scans / "rated.csv", "--clip", clip, "--out", "head", "--device", "cpu")
     mmrl(*words, cwd=tmp_path)

@@ -40,8 +40,7 @@ from tests.fixtures.tiny_rewards import TEXTS, asked, pictures, save_tiny_clip
 # those name their models themselves
 # heads have no own model that could be missing: test_embedding.py, test_fitted_head.py
 LOADED = sorted(
-    set(TINY_OPTIONS)
-    - {"ocr", "ocr_layout", "per_frame", "video_align", "embedding_head", "fitted_head"}
+    set(TINY_OPTIONS) - {"ocr", "ocr_layout", "per_frame", "video_align", "fitted_head"}
 )
 
 
