@@ -78,6 +78,13 @@ def card_of(reward: Callable[..., Any]) -> Card:
     return card if isinstance(card, Card) else Card()
 
 
+def method_of(reward: Any, name: str) -> Callable[..., Any] | None:
+    """Return a method that a reward may have, such as ``remember``, ``counters``, ``causes`` or
+    ``ground_truth``; None if it has none."""
+    method = getattr(reward, name, None)
+    return method if callable(method) else None
+
+
 def card_with(reward: Callable[..., Any], options: Mapping[str, Any]) -> Card:
     """Return the card of a class or function with these options: fields that they name replace the
     defaults."""

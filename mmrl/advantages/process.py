@@ -12,7 +12,7 @@ from mmrl.advantages.groups import Groups, finished, measured, named
 from mmrl.advantages.normalise import whiten
 from mmrl.core.contract import called, returned
 from mmrl.core.errors import UserError
-from mmrl.core.registry import ADVANTAGES
+from mmrl.core.registry import ADVANTAGES, declared
 from mmrl.core.types import Advantage, Rewards, Rollout
 
 
@@ -44,7 +44,7 @@ def by_step(advantage: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def parts_of(advantage: Advantage, rewards: Rewards, rollout: Rollout) -> Tensor:
     """Return [B, 1 or K, N]: the advantages whose losses are summed, those that the method
     ``parts`` of an advantage gives, or the advantage alone."""
-    parts: Callable[..., Tensor] | None = getattr(advantage, "parts", None)
+    parts: Callable[..., Tensor] | None = declared(advantage, "parts")
     if parts is not None:
         return parts(rewards, rollout)
     rows, decisions = rollout.mask.shape

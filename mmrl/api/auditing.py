@@ -13,7 +13,7 @@ from mmrl.api.rewards import batch_reward
 from mmrl.apps.check_reward import Audit, Subject, audit, audit_one, some
 from mmrl.apps.check_reward.tables import described
 from mmrl.config import build_rewards
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, called
 from mmrl.core.paths import find_config
 from mmrl.core.registry import load_built_in
 from rewards.card import card_of
@@ -97,5 +97,5 @@ def _registered(name: str) -> tuple[str, Any]:
 
 
 def _wrapped(function: Any) -> tuple[str, Any]:
-    name = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "reward")
+    name = called(function).replace("<lambda>", "reward")
     return name, batch_reward(function, name)

@@ -88,7 +88,7 @@ def _forget_entries(registry: Registry, known: Mapping[str, Any], modules: set[s
 
 def _is_users(module: ModuleType, folders: set[Path]) -> bool:
     """Tell whether a module is a user's file, neither installed nor mmrl's."""
-    file = getattr(module, "__file__", None)
+    file = vars(module).get("__file__")
     if not file or module.__name__.partition(".")[0] in OURS or "site-packages" in file:
         return False
     with suppress(OSError, ValueError):

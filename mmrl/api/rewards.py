@@ -9,7 +9,7 @@ from typing import Any
 from mmrl.api.arguments import plain
 from mmrl.api.isolation import live_name
 from mmrl.api.media import shown_sample
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, called
 from mmrl.scoring import signatures
 from mmrl.scoring.signatures import SIGNATURES
 
@@ -74,5 +74,5 @@ def batch_reward(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _name(reward: Any) -> str:
-    name = getattr(reward, "__name__", type(reward).__name__)
-    return "reward" if name == "<lambda>" else str(name)
+    name = called(reward)
+    return "reward" if name == "<lambda>" else name

@@ -18,7 +18,7 @@ from mmrl.api.rewards import NamedRewards, named
 from mmrl.api.runs import Run, finished
 from mmrl.config import Config
 from mmrl.config.sections import SECTIONS
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, called
 from mmrl.core.registry import load_built_in
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import SPLIT, split
@@ -203,7 +203,7 @@ class Trainer:
             return plain(chosen)
         kind = f"{section}s"
         is_plug_in = isinstance(chosen, type) or callable(chosen)
-        name = getattr(chosen, "__name__", type(chosen).__name__)
+        name = called(chosen)
         name = section if name == "<lambda>" else name
         self._add(kind, name, chosen if is_plug_in else standing_for(chosen))
         return live_name(name)

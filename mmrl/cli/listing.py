@@ -18,7 +18,7 @@ from rich.text import Text
 from mmrl.config.presets import described, presets
 from mmrl.config.schema import kind_of
 from mmrl.config.values import expected, show
-from mmrl.core.errors import UserError, suggest
+from mmrl.core.errors import UserError, called, suggest
 from mmrl.core.paths import config_names, find_config
 from mmrl.core.registry import (
     ALL,
@@ -194,7 +194,7 @@ def _options(entry: Plugin) -> Iterator[tuple[str, str, str]]:
         if default is parameter.empty:
             shown = "required"
         elif callable(default):
-            shown = getattr(default, "__name__", type(default).__name__)
+            shown = called(default)
         elif isinstance(default, (bool, int, float, str, tuple, list, dict, type(None))):
             shown = show(list(default) if isinstance(default, tuple) else default)
         else:

@@ -45,6 +45,7 @@ from mmrl.core.registry import (
     OBJECTIVES,
     REWARDS,
     Plugin,
+    declared,
     import_file,
     import_module,
     is_safe,
@@ -249,7 +250,7 @@ def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]
             continue
         yield from _unrecorded(part, policy)
         trees = effects.options_that(policy.entry, lambda effects: effects.branches)
-        if getattr(part.entry, "needs_tree", False) and trees and not _grown(policy):
+        if declared(part.entry, "needs_tree", False) and trees and not _grown(policy):
             yield part.place.say(
                 f"the advantage {part.entry.__name__} compares the edges of a tree; set "
                 f"{policy.place / trees[0]}"
@@ -258,7 +259,7 @@ def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]
 
 def _unrecorded(part: Resolved, policy: Resolved, kind: str = "advantage") -> Iterator[str]:
     """Find what an advantage or objective needs that the policy records only on request."""
-    wanted_options = getattr(part.entry, "records", None)
+    wanted_options = declared(part.entry, "records")
     for option in wanted_options(part.options) if wanted_options else ():
         if option not in options_of(policy.entry):
             yield part.place.say(
@@ -277,7 +278,7 @@ def _missing_of_training(entries: Mapping[str, Resolved], train: TrainOptions) -
     named = {effects.name_of(type(stage)) for stage in train.stages}
     for section in sorted({"advantage", "data"} & set(entries)):
         for part in _with_nested(entries[section]):
-            asks = getattr(part.entry, "asks_of_training", None)
+            asks = declared(part.entry, "asks_of_training")
             for stage in asks(part.options) if asks else ():
                 if stage not in named:
                     yield part.place.say(
@@ -335,7 +336,7 @@ def _rewards(
     unfit = list(wrong_media(chosen, entries.get("policy")))
     if path != ("reward",):
         unfit += without_memory(chosen)
-    if fields := getattr(entries.get("data"), "fields", ()):
+    if fields := declared(entries.get("data"), "fields", ()):
         from rewards.card import described
 
         cards = {n: described(e.reward.entry, e.reward.options) for n, e in weighted.items()}
@@ -358,7 +359,7 @@ def _unvalidated(config: Config, train: Any, evaluation: Any) -> Iterator[str]:
     place = config.place(("reward",))
     rewards = or_empty(config.plain.get("reward"))
     for name, weighted in resolve_rewards(rewards, REWARDS, place, []).items():
-        validates = getattr(weighted.reward.entry, "validates", None)
+        validates = declared(weighted.reward.entry, "validates")
         if validates is None or not validates(weighted.reward.options):
             continue
         if (train is not None and not train.evaluate_every) or (
@@ -428,7 +429,7 @@ def _absent_packages(resolved: Any) -> Iterator[str]:
     """Find plug-ins that need a package that is not installed."""
     if not isinstance(resolved, Resolved):
         return
-    package = getattr(resolved.entry, "needs_package", None)
+    package = declared(resolved.entry, "needs_package")
     if package is not None and find_spec(package) is None:
         yield resolved.place.say(
             f"needs the package {package}: pip install 'multimodal-rl[low-memory]'"

@@ -9,7 +9,7 @@ from mmrl.config import effects
 from mmrl.config.options import TrainOptions
 from mmrl.config.preferences import unfit_for_preferences
 from mmrl.core.errors import called
-from mmrl.core.registry import Plugin
+from mmrl.core.registry import Plugin, declared
 from mmrl.policies.capabilities import capabilities_of
 
 KINDS = {  # kinds of decisions that may be required
@@ -25,7 +25,7 @@ def unsuited(plug_in: Plugin, policy: Any, kind: str = "objective") -> str | Non
     class or a factory); None if it can, or if one of the two does not declare it."""
     from mmrl.policies.contracts import Remasks
 
-    requires: Any = getattr(plug_in, "requires", None)  # advantages are functions: few declare it
+    requires: Any = declared(plug_in, "requires")  # advantages are functions: few declare it
     can = capabilities_of(policy)
     if can is None or requires is None:
         return None
@@ -175,7 +175,7 @@ def blocked(objective: Any, estimator: Any, options: Mapping[str, Any]) -> str |
     if not options.get("block_causal"):
         return None
     requires = objective.requires
-    remasks = requires.decisions == "masked" and not getattr(estimator, "visits_only", False)
+    remasks = requires.decisions == "masked" and not declared(estimator, "visits_only", False)
     if not (remasks or requires.supervised):
         return None
     return (

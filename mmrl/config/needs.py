@@ -70,11 +70,13 @@ def refusals(place: Place, unfit: Iterable[tuple[str, str]]) -> list[str]:
 
 def without_memory(rewards: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
     """List (reward, sentence) for rewards that keep state over training, if nothing updates it."""
+    from rewards.card import method_of
+
     why = (
         "it remembers the iterations of training, which a reward of evaluate.reward never sees; "
         "put it below `reward:` with weight 0, where it is measured too"
     )
-    yield from ((name, why) for name, reward in rewards.items() if hasattr(reward, "remember"))
+    yield from ((name, why) for name, reward in rewards.items() if method_of(reward, "remember"))
 
 
 def missing_values(

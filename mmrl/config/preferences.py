@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.core.errors import UserError
+from mmrl.core.registry import declared
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def unfit_for_preferences(
         can is not None
         and can.decisions == "gaussian"
         and objective.requires.reads != "sample"
-        and getattr(objective, "num_noise_draws", 1) is None
+        and declared(objective, "num_noise_draws", 1) is None
     ):
         yield (
             "train.preferences: the sampler's path to an external picture is unknown: "

@@ -4,12 +4,14 @@ silently, or fail far away."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
+from mmrl.core.errors import called as named
 
 SPILL = 0.1  # by how much decoders overshoot black and white
 FEW = 0.01  # share of values that may lie further out
@@ -32,8 +34,7 @@ def returned(value: object, by: str, **shapes: tuple[int, ...]) -> Tensor:
 
 def called(function: object) -> str:
     """Return the name of a function, or of an object's class, without bound options."""
-    function = getattr(function, "func", function)
-    return getattr(function, "__name__", type(function).__name__)
+    return named(function.func if isinstance(function, partial) else function)
 
 
 def unpacked(output: Any, field: str = "sample") -> Any:

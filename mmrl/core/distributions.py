@@ -181,8 +181,18 @@ def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return token, x.gather(-1, token) - top - sums[..., -1:].log().to(x)
 
 
+class OverVocabulary:
+    """Base of the distributions over tokens that keep the logits [*, V] of the whole vocabulary."""
+
+    logits: Tensor
+
+    def placed(self, values: Tensor) -> Tensor:
+        """Place values of the scored positions as [B, L]."""
+        return values
+
+
 @dataclass(frozen=True)
-class Categorical:
+class Categorical(OverVocabulary):
     """Holds independent distributions at L positions over a vocabulary of V; logits of -inf are
     impossible tokens."""
 

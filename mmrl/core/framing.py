@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrl.core.media.pictures import PictureError, opened, upright_size
+from mmrl.core.media.pictures import PictureError, is_pil, opened, upright_size
 
 ANSWERS = ("answer", "chosen", "rejected")  # fields of a row that are learned
 MOST_MEASURED = 5000  # pictures whose headers are read
@@ -72,7 +72,7 @@ def framed(
         for name in ANSWERS:
             value = prompt.get(name)
             file = value if isinstance(value, str) and value.startswith("/") else ""
-            if target is None or not (file or hasattr(value, "convert")):
+            if target is None or not (file or is_pil(value)):
                 continue
             with suppress(PictureError, OSError, ValueError):
                 width, height = upright_size(opened(file) if file else value)

@@ -27,6 +27,7 @@ from mmrl.core import complete_weights, weight_files
 from mmrl.core.complete_weights import Loading
 from mmrl.core.errors import UserError
 from mmrl.core.foreign_code import guarded, is_about_code
+from mmrl.core.libraries import find_class
 from mmrl.core.model_folders import (
     check_libraries,
     folder_of,
@@ -342,13 +343,12 @@ def _class_in(entry: Any, place: str, subfolder: str) -> Any:
     loading info; else ``entry``."""
     if entry.__name__ != "AutoModel" or not _is_of_diffusers(entry):
         return entry
-    import diffusers
 
     config = load_config(entry, place, subfolder)
     if "auto_map" in config:
         raise UserError(_about_code(entry, place))
     name = config.get("_class_name")
-    cls = getattr(diffusers, str(name), None)
+    cls = find_class("diffusers", str(name))
     if cls is None:
         raise UserError(f"{place}: its config.json names no class of diffusers ({name!r})")
     return cls

@@ -63,7 +63,8 @@ def documentation(entry: Plugin) -> str:
 
 def _terms(entry: Plugin) -> tuple[type, ...]:
     """Return the dataclasses that a constructor builds from its ``**options``."""
-    return getattr(entry, "term_types", ())
+    terms: tuple[type, ...] = declared(entry, "term_types", ())
+    return terms
 
 
 def options(entry: Plugin) -> dict[str, inspect.Parameter]:
@@ -85,7 +86,7 @@ def options(entry: Plugin) -> dict[str, inspect.Parameter]:
         for part in _terms(entry):
             parameters.update((p.name, p) for p in _fields_of(part))
     # filled in by the subclass, such as the network
-    hidden = getattr(entry, "not_options", ())
+    hidden = declared(entry, "not_options", ())
     return {name: p for name, p in parameters.items() if name not in hidden}
 
 
@@ -276,6 +277,21 @@ class Registry(dict[str, Plugin]):
         return partial(entry, **chosen) if chosen else entry
 
 
+def declared(entry: Any, name: str, default: Any = None) -> Any:
+    """Return what a plug-in declares as an attribute; it may be anybody's class or function."""
+    return getattr(entry, name, default)
+
+
+def unbound(function: Any) -> Any:
+    """Return a plug-in without the options that ``build`` has bound to it."""
+    return function.func if isinstance(function, partial) else function
+
+
+def bound_options(function: Any) -> Mapping[str, Any]:
+    """Return the options that ``build`` has bound to a plug-in."""
+    return function.keywords if isinstance(function, partial) else {}
+
+
 def offered() -> dict[str, list[importlib.metadata.EntryPoint]]:
     """List the entry points of installed packages, by group, cached until a folder of sys.path
     changes: reading takes a quarter of a second with hundreds of packages."""
@@ -320,15 +336,19 @@ def _taken(entry: Plugin) -> str:
 
 def _not_derived(objective: Plugin) -> str:
     """Refuse a class with the methods of an objective that does not derive from Objective."""
-    declares = hasattr(objective, "requires")
-    return "" if declares else "it does not derive from mmrl.objectives.Objective, as it must"
+    requires = declared(objective, "requires")
+    return (
+        ""
+        if requires is not None
+        else "it does not derive from mmrl.objectives.Objective, as it must"
+    )
 
 
 def _asked_elsewhere(stage: Plugin) -> str:
     """Name the option that adds a stage, if ``train.stages`` must not."""
-    if option := getattr(stage, "option", ""):
+    if option := declared(stage, "option", ""):
         return f"train.{option} asks for it; set that"
-    asked_by = getattr(stage, "asked_by", "")
+    asked_by = declared(stage, "asked_by", "")
     return f"{asked_by} asks for it" if asked_by else ""
 
 
@@ -400,7 +420,7 @@ def import_file(path: Path) -> Any:
     name = path.stem
     if name in packages.OURS:
         name = packages.USERS + name
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+    if name in sys.modules and vars(sys.modules[name]).get("__file__") != str(path):
         # another file has the same module name
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:

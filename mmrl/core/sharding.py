@@ -39,6 +39,12 @@ def in_step(
     yield from ((idle, False) for _ in range(most - len(work)))
 
 
+def whole_blocks(net: Any) -> list[str]:
+    """Name the classes of a network's modules that FSDP2 wraps one by one, as accelerate reads
+    them."""
+    return list(getattr(net, "_no_split_modules", None) or ())
+
+
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Tell whether a tensor is a DTensor."""
     return _is(tensor, "torch.distributed.tensor", "DTensor")

@@ -6,13 +6,13 @@ from __future__ import annotations
 import base64
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from mmrl.core.media.pictures import PictureError, opened, rgb_picture
+from mmrl.core.media.pictures import PictureError, is_pil, opened, rgb_picture
 from mmrl.core.types import Prompt
 from mmrl.data.base import as_curriculum
 from mmrl.data.ledger import Summary
@@ -234,7 +234,7 @@ def _longer_sides(pictures: Sequence[Any]) -> list[int]:
 
 
 def _listed(boxes: Any) -> list[Any]:
-    flat = len(boxes) == 4 and not any(hasattr(value, "__len__") for value in boxes)
+    flat = len(boxes) == 4 and not any(isinstance(value, Sized) for value in boxes)
     return [boxes] if flat else list(boxes)
 
 
@@ -247,7 +247,7 @@ def _example(prompts: Sequence[Prompt], key: str) -> str:
 def _is_file(answer: Any) -> bool:
     """Tell whether an answer is a picture or video to learn from: an absolute path, or a
     picture."""
-    return hasattr(answer, "convert") or (isinstance(answer, str) and answer.startswith("/"))
+    return is_pil(answer) or (isinstance(answer, str) and answer.startswith("/"))
 
 
 def _are_files(prompts: Sequence[Prompt]) -> bool:

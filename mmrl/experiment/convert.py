@@ -16,6 +16,7 @@ from mmrl.core import pretrained
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.files import check_writable, on_disk, whole_folder
 from mmrl.core.hub import check_model
+from mmrl.core.libraries import find_class
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import diffusers_folder, lora_files, lora_merging, single_file
 from mmrl.policies.diffusion.lora_files import Base
@@ -208,7 +209,7 @@ def _transformers_class(source: Path) -> Any:
     import transformers
 
     names = _json(source / "config.json").get("architectures") or [""]
-    kind = getattr(transformers, str(names[0]), None)
+    kind = find_class("transformers", str(names[0]))
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise UserError(
             f"{source}: transformers itself has no model {names[0]!r}; models with code of their "

@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from mmrl.config.sections import AlarmOptions
+from rewards.card import method_of
 
 if TYPE_CHECKING:  # it imports torch, and this module is imported for its options
     from mmrl.core.types import Reward, Rollout
@@ -298,7 +299,7 @@ def unread(sampled: Sampled, rewards: Mapping[str, Reward]) -> dict[str, str]:
     answers. A few answers of every process are checked; a collective call."""
     from mmrl.core import distributed
 
-    asked_rewards = {n: r for n, r in rewards.items() if hasattr(r, "status")}
+    asked_rewards = {n: r for n, r in rewards.items() if method_of(r, "status")}
     if not isinstance(sampled.media, list) or not asked_rewards:
         return {}
     prompts = sampled.rollout.prompt_per_row()[:LOOKED_AT]

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from mmrl.core.media.clips import is_frames
 from mmrl.core.media.pictures import PictureError, rgb_picture
-from mmrl.core.types import Prompt, Reward, Rewards, Rollout
+from mmrl.core.types import Completion, Prompt, Reward, Rewards, Rollout
 from mmrl.data.vision.source import in_messages
 from mmrl.monitoring.log import ROLLOUTS as FILE
 from mmrl.monitoring.report.pictures import data_uri, strip
 from mmrl.rollout.collect import Sampled
+from rewards.card import method_of
 
 GROUPS = 4  # prompts of an iteration that are kept
 LONGEST = 4000  # characters of a text that are kept
@@ -82,13 +83,13 @@ class Gallery:
         known = {
             name: reward.status(texts, prompts)
             for name, reward in self.rewards.items()
-            if hasattr(reward, "status")
+            if method_of(reward, "status")
         }
         return [
             {
                 "text": str(text)[:LONGEST],
-                "tokens": getattr(text, "tokens", None),
-                "finished": getattr(text, "finished", None),
+                "tokens": text.tokens if isinstance(text, Completion) else None,
+                "finished": text.finished if isinstance(text, Completion) else None,
                 "status": {name: states[i] for name, states in known.items()},
                 "boxes": said_boxes(text, prompt) if "boxes" in prompt else [],
             }

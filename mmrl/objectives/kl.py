@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from mmrl.core.distributed import all_sum
-from mmrl.core.distributions import TINY, Dist, Gaussian
+from mmrl.core.distributions import TINY, Dist, Gaussian, OverVocabulary
 from mmrl.core.errors import UserError
 from mmrl.core.numbers import Count
 from mmrl.core.types import Point, Rewards, Rollout
@@ -275,7 +275,7 @@ def _renyi(dist: Dist, reference: Dist, order: float) -> Tensor:
 def _over_vocabulary(dist: Any, reference: Any, of_logprobs: Any) -> Tensor:
     """Return [B, L]: a function of the log-probs [*, V] of all tokens, without tokens that are
     impossible under both."""
-    if not hasattr(dist, "logits"):
+    if not isinstance(dist, OverVocabulary):
         raise UserError(
             "kl: this policy scores its tokens without keeping the whole vocabulary, of which only "
             "the reverse KL is exact: take divergence: forward or chi2 without a form, or reverse"
@@ -285,11 +285,7 @@ def _over_vocabulary(dist: Any, reference: Any, of_logprobs: Any) -> Tensor:
     impossible = p.isneginf() & q.isneginf()
     # far below every other token, and finite: inf - inf would poison the gradient
     p, q = (x.masked_fill(impossible, -1e4) for x in (p, q))
-    values: Tensor = of_logprobs(p, q)
-    where = getattr(dist, "where", None)
-    if where is None:
-        return values
-    return torch.zeros(where.shape, device=values.device).to(values).masked_scatter(where, values)
+    return dist.placed(of_logprobs(p, q))
 
 
 class Reference:

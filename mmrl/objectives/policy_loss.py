@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.metrics import observe
+from mmrl.core.registry import unbound
 from mmrl.core.types import Point, Surrogate
 from mmrl.objectives.base import Tangent
 from mmrl.objectives.decisions import RowTable, written_by_others
@@ -44,7 +45,7 @@ class PolicyLoss:
 
     def clips_as_ppo(self) -> bool:
         """Tell whether the clip is PPO's, whose width may follow the weight of the decision."""
-        return getattr(self.function, "func", self.function) is ppo
+        return unbound(self.function) is ppo
 
     def advantage(self, point: Point) -> Tensor:
         return self._bounded(point.advantage)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmrl.core.contract import called, returned
 from mmrl.core.errors import UserError
-from mmrl.core.registry import SURROGATES, options
+from mmrl.core.registry import SURROGATES, bound_options, options, unbound
 from mmrl.core.types import Surrogate
 
 WIDEST = 1e30  # of a clip: what lies beyond it no ratio of 32 bits could say
@@ -36,7 +36,7 @@ def sequence(surrogate: Decorated) -> Decorated:
 
 
 def sees_whole_rows(surrogate: Surrogate) -> bool:
-    return getattr(surrogate, "func", surrogate) in WHOLE_ROWS
+    return unbound(surrogate) in WHOLE_ROWS
 
 
 def row_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -302,10 +302,10 @@ def clipped(surrogate: Surrogate, clip_range: float | tuple[float, float]) -> Su
     sides = dict(zip(("clip_low", "clip_high"), both_sides(clip_range), strict=True))
     if min(sides.values()) <= 0:
         raise UserError(f"clip_range must be greater than 0, it is {clip_range}")
-    plain = getattr(surrogate, "func", surrogate)
+    plain = unbound(surrogate)
     if not set(sides) <= set(options(plain)):
         raise UserError(f"the surrogate {plain.__name__} clips no ratio: leave out clip_range")
-    if set(sides) & set(getattr(surrogate, "keywords", {})):
+    if set(sides) & set(bound_options(surrogate)):
         raise UserError(
             f"clip_range and clip_low, clip_high of the surrogate {plain.__name__} are the same: "
             "keep one of them"
@@ -315,9 +315,9 @@ def clipped(surrogate: Surrogate, clip_range: float | tuple[float, float]) -> Su
 
 def bounds_of(surrogate: Surrogate) -> tuple[float, float]:
     """(low, high): how far a surrogate lets the ratio leave 1; infinite if it sets no bound."""
-    plain = getattr(surrogate, "func", surrogate)
+    plain = unbound(surrogate)
     chosen = {name: p.default for name, p in options(plain).items()}
-    chosen |= getattr(surrogate, "keywords", {})
+    chosen |= bound_options(surrogate)
     low, high = chosen.get("clip_low"), chosen.get("clip_high")
     low = torch.inf if low is None else low
     return low, low if high is None else high

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.core.media import USUAL_RATE
 from mmrl.core.media.clips import HELD, NO_RATE, ClipError, header_of, open_clip, too_short
+from mmrl.core.media.pictures import is_pil
 from mmrl.core.types import Prompt
 from mmrl.policies.capabilities import Medium
 from mmrl.policies.vlm.media import clip_at_rate, open_image
@@ -35,7 +36,7 @@ def opened(
     if medium == "video":
         taken = clip_at_rate(value, prompt, frames, rate)
         return torch.from_numpy(taken.copy()).permute(0, 3, 1, 2).float() / 255
-    if medium is None and not isinstance(value, (str, Path)) and not hasattr(value, "convert"):
+    if medium is None and not isinstance(value, (str, Path)) and not is_pil(value):
         return torch.tensor(value)
     pixels = np.array(open_image(value, prompt))
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255

@@ -129,12 +129,17 @@ def save_adapter(net: Any, folder: Path) -> None:
     net.peft_config[ADAPTER].save_pretrained(folder)
 
 
+def adapters_of(net: Any) -> Any:
+    """Return the configurations of a network's adapters, by name; None without peft's mixin."""
+    return getattr(net, "peft_config", None)
+
+
 def save_model(net: Any, folder: Path) -> None:
     """Save a model by its own ``save_pretrained``; for a transformers model with an adapter, only
     the adapter."""
     from transformers.integrations.peft import PeftAdapterMixin
 
-    if isinstance(net, PeftAdapterMixin) and getattr(net, "peft_config", None):
+    if isinstance(net, PeftAdapterMixin) and adapters_of(net):
         save_adapter(net, folder)
         return
     net.save_pretrained(folder)

@@ -22,7 +22,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring.returned import does_not_apply, with_marks
-from rewards.card import Of, card_of
+from rewards.card import Of, card_of, method_of
 
 STDLIB = os.path.dirname(os.__file__)
 LONGEST = 2000  # characters of what an exception says
@@ -99,8 +99,8 @@ class Attempt:
 
     def why(self) -> str:
         """Return the reward's own explanation of missing values, such as which server is down."""
-        says = getattr(self.reward, "causes", None)
-        return f" ({cause})" if callable(says) and (cause := str(says())) else ""
+        says = method_of(self.reward, "causes")
+        return f" ({cause})" if says and (cause := str(says())) else ""
 
     def missing(self, row: int) -> bool:
         """Tell whether a row has no value: some decisions of a step reward may be NaN, not all;

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.handling import Handling
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring.attempt import TimedOut, as_values
 from mmrl.scoring.cache import Cache, open_cache
@@ -160,9 +161,7 @@ class Handled:
             else "cpu"
         )
         dtype = (
-            None
-            if self.handling.dtype in (None, "float32")
-            else getattr(torch, self.handling.dtype)
+            None if self.handling.dtype in (None, "float32") else torch_dtype(self.handling.dtype)
         )
         with (
             torch.no_grad(),

@@ -25,7 +25,7 @@ from mmrl.scoring.handling import Handled
 from mmrl.scoring.returned import left_out
 from mmrl.scoring.worker import Worker
 from rewards.base.groups import alike
-from rewards.card import card_of
+from rewards.card import card_of, method_of
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -191,15 +191,15 @@ class Scorer:
         """Let rewards with memory keep what they saw in their last call, a call of training."""
         self._remembered = {name: r.sub_scores.taken() for name, r in self.rewards.items()}
         for reward in self.rewards.values():
-            if hasattr(reward, "remember"):
-                reward.remember()
+            if remember := method_of(reward, "remember"):
+                remember()
 
     def validated(self) -> None:
         """Let rewards that are guided by evaluations keep what they saw in their last call, an
         evaluation."""
         for reward in self.rewards.values():
-            if hasattr(reward, "validated"):
-                reward.validated()
+            if validated := method_of(reward, "validated"):
+                validated()
 
     def validates(self) -> bool:
         """Tell whether a reward is guided by evaluations."""
@@ -242,10 +242,9 @@ class Scorer:
         """Return what rewards count themselves (requests, tokens, costs), ``<reward>/<counter>``
         since the run began."""
         methods = {
-            name: getattr(handled.reward, "counters", None)
-            for name, handled in self.rewards.items()
+            name: method_of(handled.reward, "counters") for name, handled in self.rewards.items()
         }
-        numbers = {name: counts() for name, counts in methods.items() if callable(counts)}
+        numbers = {name: counts() for name, counts in methods.items() if counts}
         return {
             f"{name}/{key}": number
             for name, counts in numbers.items()

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from mmrl.core.sharding import whole_blocks
+
 SHARE = 0.1  # of a network's weights that a list of modules holds, to be worth gathering in parts
 
 
@@ -22,10 +24,9 @@ def shard_classes(net: nn.Module, whole: Sequence[nn.Module] = ()) -> list[str]:
     embeddings of a CLIP of which it has only the vision tower.
     """
     present = {type(module).__name__ for module in net.modules()}
-    named = set(getattr(net, "_no_split_modules", None) or ())
+    named = set(whole_blocks(net))
     if not named:  # a wrapper around networks that name them
-        inside = (getattr(module, "_no_split_modules", None) or () for module in net.modules())
-        named = {name for names in inside for name in names}
+        named = {name for module in net.modules() for name in whole_blocks(module)}
     excluded = _around_embedding(net)
     excluded |= {type(module).__name__ for part in whole for module in part.modules()}
     named -= excluded

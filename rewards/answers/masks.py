@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mmrl.core.media.pictures import is_pil
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt
 from rewards.answers.coords import Unscorable, answer_space, convert, extent, scale, truth_space
@@ -92,7 +93,7 @@ class Segmentation(Verifiable):
 def true_mask(prompt: Prompt) -> np.ndarray:
     """Return the right mask, bool [H, W], in pixels of the original."""
     value = need(prompt, "mask")
-    if isinstance(value, str) or hasattr(value, "convert"):
+    if isinstance(value, str) or is_pil(value):
         return _read(value)
     if isinstance(value, dict):
         mask = _run_lengths(value)

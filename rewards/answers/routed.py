@@ -10,7 +10,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.core.types import Prompt, Reward
 from rewards.answers.coords import Unscorable
 from rewards.answers.verifiable import Verdict, Verifiable
-from rewards.card import Card, card
+from rewards.card import Card, card, method_of
 from rewards.combined.by_task import Routes
 
 
@@ -49,8 +49,8 @@ class Routed(Routes, Verifiable):
             batch = [texts[i] for i in rows], [prompts[i] for i in rows]
             if route is None:
                 judged = [Verdict(math.nan, "ok", self._lack(prompt)) for prompt in batch[1]]
-            elif hasattr(route, "verdicts"):
-                judged = route.verdicts(*batch)
+            elif judge := method_of(route, "verdicts"):
+                judged = judge(*batch)
             else:
                 judged = [Verdict(float(value)) for value in route(*batch)]
             verdicts |= zip(rows, judged)
@@ -83,7 +83,7 @@ class Routed(Routes, Verifiable):
         route = self.route_of(prompt)
         if route is None:
             raise Unscorable(self._lack(prompt))
-        if not hasattr(route, "ground_truth"):
+        if not method_of(route, "ground_truth"):
             raise Unscorable(
                 f"the reward of task {prompt.get(self.by)!r} cannot write down a ground truth"
             )

@@ -17,7 +17,7 @@ from mmrl.core.types import Completion, Prompt, Reward
 from rewards.answers.reading import boxed, final, strict_json
 from rewards.answers.reading.parts import ANSWER, only_answer
 from rewards.answers.verifiable import Verdict, Verifiable
-from rewards.card import card
+from rewards.card import card, method_of
 
 Whole = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
@@ -281,7 +281,7 @@ class CosineLength(Verifiable):
                 "least_right <= best_right <= 1"
             )
         self.inner: Any = reward or Answer()  # or a user's reward with its methods
-        if not hasattr(self.inner, "judge"):
+        if not method_of(self.inner, "judge"):
             raise UserError(
                 "reward 'cosine_length': its reward must be one of the verifiable "
                 "ones, such as answer"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
-from mmrl.core.media.pictures import rgb_picture
+from mmrl.core.media.pictures import is_pil, rgb_picture
 from mmrl.core.types import Prompt
 from rewards.base.files import open_picture
 
@@ -48,7 +48,7 @@ def picture_of(prompt: Prompt, field: str, reward: str) -> Tensor:
         return value.float() if value.is_floating_point() else value.float() / 255
     if isinstance(value, (str, Path)):
         value = read_picture(value, field, reward)
-    if not hasattr(value, "convert"):  # not a PIL image
+    if not is_pil(value):
         raise UserError(
             f"reward {reward!r} needs a picture in the field {field!r} of every prompt: a "
             f"file, a PIL image or a "

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Media, Prompt, Reward
-from rewards.card import Card, card, card_of, pictures_of
+from rewards.card import Card, card, card_of, method_of, pictures_of
 from rewards.combined.members import counters_of, refuse_memory, rows_of
 
 Part = Annotated[Reward, REWARDS]
@@ -93,7 +93,8 @@ class ByTask(Routes):
 
     def causes(self) -> str:
         """Return why samples have no value, as far as the routes report it."""
-        reasons = [str(part.causes()) for part in self.parts if hasattr(part, "causes")]
+        says = (method_of(part, "causes") for part in self.parts)
+        reasons = [str(say()) for say in says if say]
         return "; ".join(dict.fromkeys(filter(None, reasons)))
 
     def counters(self) -> dict[str, float]:

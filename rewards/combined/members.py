@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Prompt, Reward
-from rewards.card import MEDIA, Card, Of, card_of, pictures_of
+from rewards.card import MEDIA, Card, Of, card_of, method_of, pictures_of
 
 
 def merged(rewards: Sequence[Reward], of: Of | None = None) -> Card:
@@ -42,7 +42,7 @@ def refuse_memory(rewards: Sequence[Reward]) -> None:
             "a reward that sees a whole iteration, such as co_reward, cannot be a "
             "part of another reward"
         )
-    if any(hasattr(reward, "remember") for reward in rewards):
+    if any(method_of(reward, "remember") for reward in rewards):
         raise UserError(
             "a reward that remembers earlier iterations, such as scheduled, cannot be a "
             "part of another reward; put it directly below `reward:`"
@@ -51,11 +51,11 @@ def refuse_memory(rewards: Sequence[Reward]) -> None:
 
 def counters_of(parts: Mapping[str, Reward]) -> dict[str, float]:
     """Return the counters of the parts (a judge's requests and costs), prefixed by their names."""
-    counts = {name: getattr(part, "counters", None) for name, part in parts.items()}
+    counts = {name: method_of(part, "counters") for name, part in parts.items()}
     return {
         f"{name}/{key}": number
         for name, count in counts.items()
-        if callable(count)
+        if count
         for key, number in count().items()
     }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.media.clips import ClipError, open_clip
+from mmrl.core.media.pictures import frame_count
 from rewards.base.json_lines import json_lines
 from rewards.base.prompt import from_pil, read_picture
 
@@ -168,7 +169,7 @@ def load_frames(file: Path) -> Tensor:
         return _clip_frames(file)
 
     picture = read_picture(file, "picture", "fitted_head")
-    count = getattr(picture, "n_frames", 1)
+    count = frame_count(picture)
     if count == 1:
         return from_pil(picture)[None]
     places = torch.linspace(0, count - 1, min(count, FRAMES)).round().long().tolist()

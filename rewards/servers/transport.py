@@ -13,7 +13,14 @@ from typing import Any
 import httpcore
 import httpx
 
-_of_thread = threading.local()  # a request is made by the thread that waits for it
+
+class OfThread(threading.local):
+    """Holds a thread's deadline: a request is made by the thread that waits for it."""
+
+    moment: float | None = None
+
+
+_of_thread = OfThread()
 
 
 @contextmanager
@@ -28,7 +35,7 @@ def deadline(seconds: float) -> Iterator[float]:
 
 def left(timeout: float | None, error: type[Exception]) -> float | None:
     """Return the seconds that one step may take. Raises ``error`` if there are none."""
-    moment: float | None = getattr(_of_thread, "moment", None)
+    moment = _of_thread.moment
     if moment is None:
         return timeout
     seconds = moment - time.monotonic()

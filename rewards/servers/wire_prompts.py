@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmrl.core.media.pictures import rgb_picture
+from mmrl.core.media.pictures import is_pil, rgb_picture
 from mmrl.core.types import Completion, Prompt
 from rewards.base.files import open_picture
 from rewards.base.media import to_uint8
@@ -94,7 +94,7 @@ def _may_be_picture(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 3
     looks = isinstance(value, (str, Path)) and str(value).lower().endswith(SUFFIXES)
-    return looks or hasattr(value, "convert")
+    return looks or is_pil(value)
 
 
 def enclosed(prompt: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from mmrl.core.types import Media, Prompt, Reward
 from mmrl.experiment.build import short_names
 from mmrl.policies.capabilities import capabilities_of
 from mmrl.scoring.attempt import describe
+from rewards.card import method_of
 from samplers.noise import Rng
 
 PROBES = {
@@ -129,11 +130,12 @@ def audit(
 
 def _subjects(subject: Subject) -> list[Subject]:
     """Split a reward with one reward per task into these."""
-    if not hasattr(subject.reward, "tasks"):
+    tasks = method_of(subject.reward, "tasks")
+    if tasks is None:
         return [subject]
     return [
         replace(subject, name=f"{subject.name}, task {task}", reward=reward, prompts=prompts)
-        for task, (reward, prompts) in subject.reward.tasks(subject.prompts).items()
+        for task, (reward, prompts) in tasks(subject.prompts).items()
     ]
 
 

@@ -14,7 +14,7 @@ from mmrl.apps.check_reward import Line, Offence, Subject, texts
 from mmrl.apps.check_reward.places import where
 from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring.attempt import as_values
-from rewards.card import Card, card_of
+from rewards.card import Card, card_of, method_of
 
 FORM = "<think>\nlet me see\n</think>\n{}"
 
@@ -45,7 +45,7 @@ def audit(
         name
         for name, weight in weights.items()
         if weight > 0
-        and hasattr(rewards[name], "ground_truth")
+        and method_of(rewards[name], "ground_truth")
         and not getattr(rewards[name], "shaping", False)
     ]
     if not judges:
@@ -75,7 +75,7 @@ def audit(
 
 def _wrong(reward: Reward, prompt: Prompt) -> str:
     """Return a plain wrong answer, in tags."""
-    write = getattr(reward, "wrong_answers", None)
+    write = method_of(reward, "wrong_answers")
     tricks: dict[str, str] = write(prompt) if write else {}
     tagged = [text for text in tricks.values() if text.startswith("<answer>") and len(text) > 17]
     return next(iter(tagged), "")

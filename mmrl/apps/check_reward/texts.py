@@ -12,7 +12,7 @@ from typing import Any, get_args
 from mmrl.apps.check_reward import Line, Offence, Subject, faults
 from mmrl.apps.check_reward.places import where
 from mmrl.core.errors import UserError
-from mmrl.core.media.pictures import PictureError, opened, upright_size
+from mmrl.core.media.pictures import PictureError, is_pil, opened, upright_size
 from mmrl.core.types import Prompt
 from mmrl.data.vision import boxes, points
 from mmrl.scoring import Handled
@@ -21,7 +21,7 @@ from rewards.answers.coords import CoordSpace, Unscorable
 from rewards.answers.grounding import Grounding
 from rewards.answers.verifiable import Verifiable
 from rewards.answers.words import Answer, Choice, Classification
-from rewards.card import card_of
+from rewards.card import card_of, method_of
 
 CLOSE = 1e-4  # rounding tolerance of a ground truth
 # arbitrary; different ratios in x and y
@@ -67,7 +67,7 @@ def ground_truths(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
     answers: dict[int, str] = {}
     unwritten: dict[int, str] = {}
     fields = ("answer", "boxes", "ground_truth")
-    if not hasattr(subject.reward, "ground_truth") and not any(
+    if not method_of(subject.reward, "ground_truth") and not any(
         name in prompt for prompt in subject.prompts for name in fields
     ):
         raise UserError(
@@ -85,7 +85,7 @@ def ground_truths(subject: Subject) -> tuple[dict[int, str], dict[int, str]]:
 def _writer(subject: Subject) -> Callable[[Prompt], str]:
     """Return the reward that writes ground truths: the reward itself, or one of mmrl's by the row's
     answer or boxes."""
-    writes: Callable[[Prompt], str] | None = getattr(subject.reward, "ground_truth", None)
+    writes: Callable[[Prompt], str] | None = method_of(subject.reward, "ground_truth")
     if writes is not None:
         return writes
     ours = _like_ours(subject).ground_truth
@@ -100,7 +100,7 @@ def bare(text: str) -> str:
 def without_tags(subject: Subject, right: list[str], best: list[float]) -> Subject | None:
     """Return the subject with answers without ``<answer>`` tags, if a user's reward pays ground
     truths only without tags; else None."""
-    if hasattr(subject.reward, "ground_truth") or any(s > 0 for s in best):
+    if method_of(subject.reward, "ground_truth") or any(s > 0 for s in best):
         return None
     prompts = [prompt for prompt in subject.prompts if _writes(subject, prompt)]
     plain = score(subject, [bare(text) for text in right], prompts)
@@ -159,7 +159,7 @@ def _size(prompt: Prompt) -> tuple[float, float] | None:
         if isinstance(picture, (str, Path)):
             with opened(picture) as image:
                 return upright_size(image)
-        if hasattr(picture, "getexif"):
+        if is_pil(picture):
             return upright_size(picture)
     except PictureError:
         return None
@@ -190,9 +190,10 @@ def _maximum(
 
 def _notes(subject: Subject, texts: list[str], prompts: list[Prompt]) -> list[str]:
     """Return how the reward parsed each answer, if it reports that."""
-    if not hasattr(subject.reward, "verdicts"):
+    verdicts = method_of(subject.reward, "verdicts")
+    if verdicts is None:
         return [""] * len(texts)
-    return [verdict.note or verdict.status for verdict in subject.reward.verdicts(texts, prompts)]
+    return [verdict.note or verdict.status for verdict in verdicts(texts, prompts)]
 
 
 def _twice(subject: Subject, prompts: list[Prompt], texts: list[str], scores: list[float]) -> Line:
@@ -229,7 +230,7 @@ def _probes(
                 "less on average",
             )
         )
-    wrong = getattr(subject.reward, "wrong_answers", _like_ours(subject).wrong_answers)
+    wrong = method_of(subject.reward, "wrong_answers") or _like_ours(subject).wrong_answers
     tricks = [
         {name: bare(text) if subject.bare else text for name, text in wrong(prompt).items()}
         for prompt in prompts

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mmrl.apps.dry_run.published import on_meta
 from mmrl.config import Config, effects
 from mmrl.config.options import TrainOptions
+from mmrl.core.libraries import library_class
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
 from mmrl.core.types import Media, Prompt, Query, Rollout
 from mmrl.core.weights import Weights
@@ -59,11 +60,10 @@ class _Weightless(FolderPolicy):
     meta device."""
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
-        import diffusers
 
         if subfolder == "scheduler":
             return super().load_part(name, subfolder, dtype)
-        cls = getattr(diffusers, name)
+        cls = library_class("diffusers", name)
         config = dict(diffusers_folder.load_config(cls, self.place, subfolder))
         return on_meta(name, config) if subfolder == "vae" else Hollow(cls, config)
 

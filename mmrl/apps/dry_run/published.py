@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmrl.core.libraries import library_class
+
 FILE = Path(__file__).with_name("published.json")
 ENCODINGS = "encodings.json"  # file in a folder: return values of the pipeline's prompt encoding
 
@@ -68,9 +70,8 @@ def _entry(class_name: str) -> list[str]:
 
 def parts_of(pipeline: str) -> list[str]:
     """Name the parts of a pipeline's class."""
-    import diffusers
 
-    cls = getattr(diffusers, pipeline)
+    cls = library_class("diffusers", pipeline)
     return [name for name in inspect.signature(cls.__init__).parameters if name in _taken(cls)]
 
 
@@ -91,9 +92,8 @@ def encoders(name: str) -> int | None:
 
 def on_meta(name: str | type, config: dict[str, Any]) -> nn.Module:
     """Build a part of a diffusers model by its class or name, without memory for its weights."""
-    import diffusers
 
-    cls: Any = getattr(diffusers, name) if isinstance(name, str) else name
+    cls: Any = library_class("diffusers", name) if isinstance(name, str) else name
     with torch.device("meta"):
         net: nn.Module = cls.from_config(
             {key: value for key, value in config.items() if key != "_class_name"}
@@ -107,9 +107,8 @@ def parameters(net: nn.Module) -> int:
 
 def encoder_on_meta(spec: dict[str, Any]) -> nn.Module:
     """Build a text encoder of transformers from class names and config values."""
-    import transformers
 
-    config = getattr(transformers, spec["config_class"])(**spec["config"])
+    config = library_class("transformers", spec["config_class"])(**spec["config"])
     with torch.device("meta"):
-        encoder: nn.Module = getattr(transformers, spec["class"])(config)
+        encoder: nn.Module = library_class("transformers", spec["class"])(config)
     return encoder

@@ -25,6 +25,7 @@ from mmrl.apps.dry_run.pictures import looker
 from mmrl.apps.dry_run.stand_in import folder_of
 from mmrl.apps.dry_run.tracked import Tracker, Work, extended, passed, tracked
 from mmrl.config.options import TrainOptions
+from mmrl.core.libraries import library_class, torch_dtype
 from mmrl.core.types import Point, Transition
 from mmrl.policies.base import turn_on_checkpointing, without_empty
 from mmrl.policies.diffusion import diffusers_folder
@@ -152,11 +153,10 @@ class _OnMeta(FolderPolicy):
     """Builds the parts of a folder from their config files, on the meta device."""
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
-        import diffusers
 
         if subfolder == "scheduler":
             return super().load_part(name, subfolder, dtype)
-        cls = getattr(diffusers, name)
+        cls = library_class("diffusers", name)
         net = published.on_meta(
             name, dict(diffusers_folder.load_config(cls, self.place, subfolder))
         )
@@ -256,7 +256,7 @@ def _of_folder(path: str, entry: Any) -> nn.Module | None:
 def dtype_of(options: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of a policy's frozen weights."""
     name = options.get("dtype") or "float32"
-    dtype: torch.dtype = torch.float32 if name == "auto" else getattr(torch, name)
+    dtype: torch.dtype = torch.float32 if name == "auto" else torch_dtype(name)
     return dtype
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mmrl.apps.dry_run import published, untrained
 from mmrl.config.schema import Resolved
+from mmrl.core.libraries import find_class
 from mmrl.core.registry import ARTIFACTS, POLICIES
 from mmrl.core.registry import options as options_of
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
@@ -51,9 +52,8 @@ def call_defaults(resolved: Resolved) -> str:
 
 def call_of(resolved: Resolved) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a replayed pipeline's call; none if its class is unknown."""
-    import diffusers
 
-    cls = getattr(diffusers, _class_of(str(resolved.options.get("path", ""))) or "-", None)
+    cls = find_class("diffusers", _class_of(str(resolved.options.get("path", ""))) or "-")
     if resolved.entry is not AnyPipeline or cls is None:
         return {}
     return inspect.signature(inspect.unwrap(cls.__call__)).parameters

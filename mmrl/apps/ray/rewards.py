@@ -169,7 +169,7 @@ def foreign(plug_ins: Iterable[Any] = ()) -> tuple[str, ...]:
     for name in sorted(modules & set(sys.modules)):
         if name.partition(".")[0] in (*OURS, "builtins"):
             continue
-        file = getattr(sys.modules[name], "__file__", None) or ""
+        file = vars(sys.modules[name]).get("__file__") or ""
         lies_alone = file.endswith(".py") and "site-packages" not in file and "." not in name
         names.append(file if lies_alone else name)
     return tuple(names)

@@ -103,7 +103,7 @@ class RewardWorker(Worker):
         from mmrl.apps.ray.parcels import opened
         from mmrl.core.errors import UserError
         from mmrl.scoring.attempt import as_values, describe
-        from rewards.card import card_of
+        from rewards.card import card_of, method_of
 
         media, prompts = opened(parcel)
         try:
@@ -113,8 +113,8 @@ class RewardWorker(Worker):
             return Reply(problem=str(error), mistake=True)
         except (Exception, SystemExit) as error:
             return Reply(problem=describe(error).text)
-        counters = getattr(self.reward, "counters", None)
-        counts = counters() if callable(counters) else {}
+        counters = method_of(self.reward, "counters")
+        counts = counters() if counters else {}
         parts = self.reward.sub_scores.taken()
         return Reply(values=values.numpy(), worker=self.name, counters=counts, parts=parts)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.core.media.pictures import PictureError, rgb_picture
+from mmrl.core.media.pictures import PictureError, is_pil, rgb_picture
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # types that may be frames
 WITHIN = 1e-3  # seconds: stamps of Matroska are whole milliseconds
@@ -150,7 +150,7 @@ def _is_picture(value: Any) -> bool:
         return Path(value).suffix.lower() in PICTURES
     if isinstance(value, bytes):
         return value.startswith((b"\x89PNG", b"\xff\xd8\xff")) or value[8:12] == b"WEBP"
-    return hasattr(value, "convert") or getattr(value, "ndim", 0) == 3
+    return is_pil(value) or getattr(value, "ndim", 0) == 3
 
 
 def _stacked(source: Any) -> np.ndarray:

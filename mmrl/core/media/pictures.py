@@ -189,11 +189,21 @@ def eight_bits(values: np.ndarray) -> np.ndarray:
     return scaled
 
 
+def is_pil(value: Any) -> bool:
+    """Tell whether a value is an image of PIL, which need not be imported for this."""
+    return hasattr(value, "convert")
+
+
+def frame_count(image: Any) -> int:
+    """Return the number of frames of an image of PIL, 1 unless it is animated."""
+    return int(getattr(image, "n_frames", 1))
+
+
 def note_of(image: Any) -> str:
     """Describe conversions of a picture that its owner may not expect; "" if none."""
     if image.mode.partition(";")[0] in WIDE_MODES:
         return "more than 8 bits a value, scaled by their range"
-    if getattr(image, "n_frames", 1) > 1:
+    if frame_count(image) > 1:
         return "animated: the first frame is taken"
     if image.getexif().get(0x0112, 1) not in (0, 1):
         return "turned as EXIF says; boxes are of the turned picture"

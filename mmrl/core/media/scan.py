@@ -30,6 +30,7 @@ from mmrl.core.media.pictures import (
     PictureError,
     TooLarge,
     check_size,
+    is_pil,
     limit,
     note_of,
     opened,
@@ -166,7 +167,7 @@ def _look_at_clip(path: str, whole: bool) -> Finding:
 
 
 def _of_image(image: Any, most: int) -> Finding:
-    if not hasattr(image, "getexif"):
+    if not is_pil(image):
         return Finding(getattr(image, "size", None) or (0, 0))
     return _within(Finding(upright_size(image)), most)
 

@@ -113,7 +113,6 @@ def _number(value: Any) -> float | None:
 
 
 def _shown(wish: Any) -> str:
-    pattern = getattr(wish, "pattern", None)
-    if pattern is not None:
-        return str(pattern)
+    if isinstance(wish, re.Pattern):
+        return str(wish.pattern)
     return ", ".join(map(str, wish)) if isinstance(wish, list) else str(wish)

@@ -11,7 +11,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ def placed_boxes(
         boxes = prompt.get("boxes")
         if not boxes:
             continue
-        flat = not any(hasattr(value, "__len__") for value in boxes)
+        flat = not any(isinstance(value, Sized) for value in boxes)
         space = str(prompt.get("space") or "original")
         size = sizes(number)
         by_space.setdefault(space, []).extend(

@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from mmrl.core.files import replace_file
 from mmrl.core.media.clips import open_clip
 from mmrl.core.media.movies import mp4_bytes
+from mmrl.core.media.pictures import frame_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +149,7 @@ def open_picture(path: Path, size: tuple[int, int] | None = None) -> Tile:
         return _open_film(path, size)
     with Image.open(path) as picture:
         frames = []
-        for i in range(getattr(picture, "n_frames", 1)):
+        for i in range(frame_count(picture)):
             picture.seek(i)
             frames.append(picture.convert("RGB"))
         pace = round(picture.info.get("duration") or PACE)

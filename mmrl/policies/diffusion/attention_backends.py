@@ -170,12 +170,16 @@ def computed(policy: Any, work: Callable[[], Tensor]) -> Tensor:
 def able(net: nn.Module, name: str) -> list[nn.Module]:
     """List the attention layers whose backend can be chosen: those of diffusers' dispatcher, and
     older ones with an xformers processor."""
-    layers = [
+    return _choosing(net) + ([layer for layer, _ in _older(net)] if name != "flash" else [])
+
+
+def _choosing(net: nn.Module) -> list[nn.Module]:
+    """List the layers whose processor asks diffusers' dispatcher."""
+    return [
         layer
         for layer in net.modules()
         if hasattr(getattr(layer, "processor", None), "_attention_backend")
     ]
-    return layers + ([layer for layer, _ in _older(net)] if name != "flash" else [])
 
 
 def use(net: nn.Module, name: str) -> None:
@@ -183,9 +187,7 @@ def use(net: nn.Module, name: str) -> None:
     version of its package."""
     for layer, twins in _older(net):
         layer.set_processor(twins[name == "xformers"]())
-    if any(
-        hasattr(getattr(layer, "processor", None), "_attention_backend") for layer in net.modules()
-    ):
+    if _choosing(net):
         _dispatched(net, BACKENDS[name])
 
 

@@ -8,7 +8,6 @@ Gradients are parts: summed over the group they are those of the whole sequence.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core import distributed
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError, called
+from mmrl.core.libraries import find_class
 from mmrl.policies.diffusion.attention_backends import quiet
 
 UNEVEN = "must be divisible by mesh size"  # of diffusers' assertion
@@ -26,14 +26,14 @@ UNEVEN = "must be divisible by mesh size"  # of diffusers' assertion
 def unsupported(policy: Any) -> str | None:
     """Return why a policy (an object, a class, or a factory) cannot split its sequences; None where
     it can. Loads nothing."""
-    name = getattr(policy, "__name__", type(policy).__name__)
+    name = called(policy)
     network = getattr(policy, "network", None)
     if not isinstance(network, str):
         return (
             f"{name} is not run by diffusers' context parallelism, which serves its image and "
             f"video transformers only; leave it out"
         )
-    cls = getattr(importlib.import_module("diffusers"), network, None)
+    cls = find_class("diffusers", network)
     if getattr(cls, "_cp_plan", None) is None:
         return f"diffusers has no plan to split the sequences of {network} ({name}); leave it out"
     return None

@@ -22,6 +22,11 @@ from mmrl.core.registry import locate
 from mmrl.core.weight_files import variant_of
 
 
+def shift_of(vae: Any) -> float:
+    """Return by what an autoencoder's latents are shifted; 0 where its configuration names none."""
+    return getattr(vae.config, "shift_factor", None) or 0.0
+
+
 def resolve(path: str, expected: str, *also: str) -> str:
     """Return the local folder or hub id of a pipeline of class ``expected`` or ``also``; UserError
     if a folder is not."""

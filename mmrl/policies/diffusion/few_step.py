@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import library_class
 from mmrl.policies.diffusion import diffusers_folder
 from samplers.kernels import consistency
 from samplers.windows import between_steps
@@ -53,9 +54,8 @@ def save(place: str, scheduler: str, folder: Path) -> None:
 
 def made(config: Mapping[str, Any], scheduler: str) -> Any:
     """Make a diffusers scheduler from the keys that it shares with another one's configuration."""
-    import diffusers
 
-    kind = getattr(diffusers, scheduler)
+    kind = library_class("diffusers", scheduler)
     known = inspect.signature(kind).parameters
     return kind(**{name: value for name, value in config.items() if name in known})
 

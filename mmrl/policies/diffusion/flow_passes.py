@@ -15,7 +15,7 @@ from torch import Tensor
 from mmrl.core.contract import called, returned
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
-from mmrl.core.registry import KERNELS
+from mmrl.core.registry import KERNELS, declared, unbound
 from mmrl.core.sharding import in_step, sharded
 from mmrl.core.types import Kernel, Query, Transition, tree_map
 from mmrl.policies.base import rows_of, without_empty
@@ -94,26 +94,26 @@ class FlowPasses(Guided):
     def _for_process(self, kernel: Any) -> Kernel:
         """Bind the process to a kernel that takes one; UserError if the kernel is for another
         process."""
-        plain = getattr(kernel, "func", kernel)
-        process_type = getattr(plain, "process", Flow if plain in BUILT_IN else None)
+        plain = unbound(kernel)
+        process_type = declared(plain, "process", Flow if plain in BUILT_IN else None)
         if process_type is not None and not isinstance(self.process, process_type):
             known = ", ".join(
                 n
                 for n, k in KERNELS.items()
-                if isinstance(self.process, getattr(k, "process", Flow))
+                if isinstance(self.process, declared(k, "process", Flow))
             )
             raise UserError(
                 f"policy option sde_type: {plain.__name__} is not for this kind of "
                 f"model; for it: {known}"
             )
-        takes_process = hasattr(plain, "process")
+        takes_process = declared(plain, "process") is not None
         bound: Kernel = partial(kernel, process=self.process) if takes_process else kernel
         return bound
 
     def _on_grid(self, kernel: Kernel, times: Tensor) -> Kernel:
         """Bind the second of the times [K + 1] to a kernel whose first step depends on it."""
-        plain = getattr(kernel, "func", kernel)
-        if not hasattr(plain, "first_step"):
+        plain = unbound(kernel)
+        if declared(plain, "first_step") is None:
             return kernel
         first = {"second": float(times[1])}
         bound: Kernel = partial(kernel, **first)

@@ -21,6 +21,7 @@ from mmrl.core.distributions import Gaussian, Score
 from mmrl.core.effects import FREE_AT_RESUME, Effects
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.numbers import Steps
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
 from mmrl.core.types import (
@@ -153,7 +154,7 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
         self.same_initial_noise = same_initial_noise
-        self.trajectory_dtype = getattr(torch, trajectory_dtype)
+        self.trajectory_dtype = torch_dtype(trajectory_dtype)
         self.logprob_reduction = logprob_reduction
         # raises for impossible schedules and windows
         planned(self, copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)

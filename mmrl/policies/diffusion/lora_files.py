@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mmrl.core import weight_files
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import find_class
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.lora_names import FAMILIES, Family, Format, Names, Place
@@ -89,7 +90,7 @@ class Base:
         place = locate(path)
         index = diffusers_folder.index(place)
         name = str(index.get("_class_name", ""))
-        pipeline = getattr(diffusers, name, None)
+        pipeline = find_class("diffusers", name)
         if not (inspect.isclass(pipeline) and issubclass(pipeline, diffusers.DiffusionPipeline)):
             raise UserError(f"{path}: diffusers has no pipeline {name or 'without a name'!r}")
         networks = {

@@ -29,7 +29,7 @@ from mmrl.policies.diffusion.lora_files import (
     load,
     read,
 )
-from mmrl.policies.lora import ADAPTER
+from mmrl.policies.lora import ADAPTER, adapters_of
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", PEFT_PREFIX, "transformer.", "unet.")
 FLAT = "lora_unet_"  # kohya's prefix, after which dots are underscores
@@ -180,7 +180,7 @@ def _fitting(parameters: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> d
 def begin(base: Base, net: Any, file: Path) -> None:
     """Start from a LoRA file: as the network's adapter, if it has one of the same ranks, else
     merged into its weights. UserError where it does not match."""
-    if not getattr(net, "peft_config", None):
+    if not adapters_of(net):
         merge(base, net, file, 1.0)
         return
     layers = {name: module for name, module in net.named_modules() if hasattr(module, "lora_A")}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import find_class, library_class
 from mmrl.core.model_folders import check_libraries
 from mmrl.policies.diffusion import minimax_h3
 from mmrl.policies.diffusion.library_objects import override
@@ -73,7 +74,7 @@ def check_index(index: dict[str, Any], path: str) -> None:
     }
     for key, base in kinds.items():
         name = str(index.get(key) or "")
-        entry = getattr(diffusers, name, None) if name.isidentifier() else None
+        entry = find_class("diffusers", name) if name.isidentifier() else None
         if not (isinstance(entry, type) and issubclass(entry, base)):
             raise UserError(
                 f"policy path {path!r}: diffusers {diffusers.__version__} has no modular pipeline "
@@ -93,10 +94,9 @@ def load(
     """Load a modular pipeline in the form that a replay takes, without the named blocks and parts
     that only they need; with ``make`` (``pipeline_folder.Make``) parts that have weights are made
     by it."""
-    import diffusers
 
-    cls = getattr(diffusers, index["_class_name"])
-    blocks = _blocks(cls, getattr(diffusers, index["_blocks_class_name"]), skip_blocks)
+    cls = library_class("diffusers", index["_class_name"])
+    blocks = _blocks(cls, library_class("diffusers", index["_blocks_class_name"]), skip_blocks)
     pipe = cls(blocks=blocks, pretrained_model_name_or_path=place)
     networks = {} if make is None else _made(pipe, dtypes, make)
     names = [name for name in pipe.pretrained_component_names if name not in networks]
@@ -125,11 +125,10 @@ def load(
 
 def _blocks(cls: Any, kind: Any, skipped: Sequence[str]) -> Any:
     """Build the tree of blocks of a pipeline, without the named ones."""
-    import diffusers
 
     # without block classes the pipeline was assembled by hand
     blocks = kind() if kind.block_classes else None
-    blocks = blocks or getattr(diffusers, cls.default_blocks_name)()
+    blocks = blocks or library_class("diffusers", cls.default_blocks_name)()
     blocks = deepcopy(blocks)  # the inner ones belong to the library's module
     minimax_h3.without_references(list(tree(blocks)))
     for name in skipped:
@@ -232,14 +231,18 @@ def _signature(pipe: Any) -> inspect.Signature:
 
 def guider_of(pipe: Any) -> Any:
     """Return the component that mixes outputs by a scale; None where there is none."""
-    guider = getattr(pipe, "guider", None) if hasattr(pipe, "_blocks") else None
-    return guider if hasattr(guider, GUIDANCE) else None
+    return _component(pipe, "guider", GUIDANCE)
 
 
 def sound_guider_of(pipe: Any) -> Any:
     """Return the component that guides the sound of a video; None where there is none."""
-    guider = getattr(pipe, "audio_guider", None) if hasattr(pipe, "_blocks") else None
-    return guider if all(hasattr(guider, name) for name in (GUIDANCE, *FURTHER)) else None
+    return _component(pipe, "audio_guider", GUIDANCE, *FURTHER)
+
+
+def _component(pipe: Any, name: str, *settings: str) -> Any:
+    """Return a component of a modular pipeline, if it has these settings."""
+    guider = getattr(pipe, name, None) if hasattr(pipe, "_blocks") else None
+    return guider if all(hasattr(guider, setting) for setting in settings) else None
 
 
 def guidance_of(pipe: Any) -> str | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import find_class, library_class
 from mmrl.core.model_folders import check_libraries, class_of, refuse_file
 from mmrl.core.registry import locate
 from mmrl.policies.diffusion import (
@@ -24,6 +25,7 @@ from mmrl.policies.diffusion import (
     two_stages,
 )
 from mmrl.policies.diffusion.modular_folder import is_modular
+from mmrl.policies.lora import adapters_of
 
 # makes a part from its config file without loading its weights: (class, folder, subfolder, type)
 Make = Callable[[type, str, str, torch.dtype], nn.Module]
@@ -95,11 +97,10 @@ def _modular(
 
 
 def _classic(place: str, path: str, dtype: torch.dtype, guardrail: bool, make: Make | None) -> Any:
-    import diffusers
 
     index = diffusers_folder.index(place)
     check_index(index, path)
-    cls = getattr(diffusers, index["_class_name"])
+    cls = library_class("diffusers", index["_class_name"])
     dtypes = _dtypes(index, dtype)
     replaced = {} if make is None else _made(index, place, dtypes, make)
     replaced |= guardrails.loaded_with(cls, index, guardrail)
@@ -162,7 +163,7 @@ def check_index(index: dict[str, Any], path: str) -> None:
 
     name = str(index.get("_class_name", ""))
     try:
-        cls = getattr(diffusers, name, None) if name.isidentifier() else None
+        cls = find_class("diffusers", name) if name.isidentifier() else None
     except RuntimeError as error:  # a package that it needs is installed but fails
         reason = str(error).strip().splitlines()[-1]
         raise UserError(
@@ -256,10 +257,9 @@ def rounding(media: Tensor) -> float:
 
 def export(pipeline: str, place: str, nets: dict[str, Any], folder: Path) -> None:
     """Write adapters, one folder per network if there are several, or the whole pipeline."""
-    import diffusers
 
-    cls = getattr(diffusers, pipeline)
-    if not any(getattr(net, "peft_config", None) for net in nets.values()):
+    cls = library_class("diffusers", pipeline)
+    if not any(map(adapters_of, nets.values())):
         if guardrails.builds_guardrail(cls):
             return guardrails.save_without(cls, place, nets, folder)
         save = modular_folder.save if is_modular(place) else diffusers_folder.save_parts

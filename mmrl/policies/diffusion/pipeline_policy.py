@@ -21,6 +21,7 @@ from mmrl.core import framing
 from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import library_class, torch_dtype
 from mmrl.core.registry import GRIDS
 from mmrl.core.types import Copies, Prompt, Query, Rollout, Transition
 from mmrl.policies.base import NO_CONTEXT, RolloutContext
@@ -41,6 +42,7 @@ from mmrl.policies.diffusion import (
     schedulers,
 )
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
+from mmrl.policies.diffusion.diffusers_folder import shift_of
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage, demonstrated
 from mmrl.policies.diffusion.lora_merging import StartsFromLora
 from mmrl.policies.diffusion.row_settings import (
@@ -53,6 +55,7 @@ from mmrl.policies.diffusion.row_settings import (
 )
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
 from mmrl.policies.guidance import Overriding
+from mmrl.policies.lora import adapters_of
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
 from mmrl.policies.vlm.media import where
 from samplers.batching import attempts, chunks
@@ -111,7 +114,7 @@ class FolderPolicy(
         attention_backends.check(attention)
         check_quantization(quantization, options.get("lora") is not None)
         self.place = diffusers_folder.resolve(path, self.pipeline, *self.also)
-        self.compute = getattr(torch, dtype)
+        self.compute = torch_dtype(dtype)
         self.renews = self.renews or scheduler == "lcm"
         if scheduler == "lcm":
             few_step.check(self.place, self.scheduler_class)
@@ -174,9 +177,10 @@ class FolderPolicy(
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
         """Load a part of the folder by the name of its class in diffusers, in float32 unless
         ``dtype`` says otherwise."""
-        import diffusers
 
-        return diffusers_folder.load_part(getattr(diffusers, name), self.place, subfolder, dtype)
+        return diffusers_folder.load_part(
+            library_class("diffusers", name), self.place, subfolder, dtype
+        )
 
     def load_network(self) -> Any:
         """Load the network that is trained."""
@@ -393,8 +397,7 @@ class FolderPolicy(
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         """Decode latents to pixels [B, 3, H, W] in -1..1."""
-        shift = getattr(vae.config, "shift_factor", None) or 0.0
-        pixels: Tensor = vae.decode(latents / vae.config.scaling_factor + shift).sample
+        pixels: Tensor = vae.decode(latents / vae.config.scaling_factor + shift_of(vae)).sample
         return pixels
 
     def demonstrate(
@@ -412,16 +415,14 @@ class FolderPolicy(
         """Encode pixels [B, 3, H, W] in -1..1 to latents [B, *] as the network sees them: the
         inverse of ``pixels``."""
         mode: Tensor = vae.encode(pixels).latent_dist.mode()
-        shift = getattr(vae.config, "shift_factor", None) or 0.0
-        latents: Tensor = (mode - shift) * vae.config.scaling_factor
+        latents: Tensor = (mode - shift_of(vae)) * vae.config.scaling_factor
         return latents
 
     def load_texts(self) -> Any:
         """Load the pipeline without network and autoencoder."""
-        import diffusers
 
         return diffusers_folder.load_text_pipeline(
-            getattr(diffusers, self.pipeline),
+            library_class("diffusers", self.pipeline),
             self.place,
             self.compute,
             without=self.without(),
@@ -435,10 +436,9 @@ class FolderPolicy(
     def export(self, folder: Path) -> None:
         """Write LoRA weights for ``pipe.load_lora_weights``, or the whole pipeline when all weights
         were trained."""
-        import diffusers
 
-        pipeline = getattr(diffusers, self.pipeline)
-        if getattr(self.net, "peft_config", None):
+        pipeline = library_class("diffusers", self.pipeline)
+        if adapters_of(self.net):
             diffusers_folder.save_lora(pipeline, self.net, folder, self.part)
         else:
             diffusers_folder.save_full(pipeline, self.place, self.net, folder, self.part)

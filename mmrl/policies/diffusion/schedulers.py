@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import find_class, library_class
 from mmrl.policies.diffusion import diffusers_folder, few_step
 from mmrl.policies.diffusion.flow_policy import Grid
 from samplers.processes import Diffusion, Flow, Process
@@ -146,7 +147,6 @@ def read(place: str) -> dict[str, Any]:
 def flow(place: str, few: bool = False) -> Any:
     """Return the folder's flow scheduler; ``few``: its few-step counterpart. UserError where its
     times or steps are not supported."""
-    import diffusers
 
     config = read(place)
     name = config.get("_class_name")
@@ -154,14 +154,13 @@ def flow(place: str, few: bool = False) -> Any:
         _check(place, config, FLOWS | FEW | {FLOW: FLOW_LCM}, FLOW)
         return few_step.made(config, few_step.BY_CLASS[FLOW])
     _check(place, config, FLOWS, FLOW)
-    return getattr(diffusers, str(name)).from_config(config)
+    return library_class("diffusers", str(name)).from_config(config)
 
 
 def discrete(place: str, kind: str, **settings: Any) -> Any:
     """Return the scheduler ``kind`` of diffusers, DDIM's or LCM's, with the settings of the
     folder's own; ``settings`` are those that the pipeline changes. UserError for models trained on
     another process."""
-    import diffusers
 
     config = read(place) | settings
     if "clip_sample" not in _parameters_of(config["_class_name"]):
@@ -175,7 +174,7 @@ def discrete(place: str, kind: str, **settings: Any) -> Any:
             "prediction_type epsilon says nothing of the data; set prediction_type to what the "
             "network was trained for (v_prediction), or rescale_betas_zero_snr to false"
         )
-    return getattr(diffusers, kind).from_config(config)
+    return library_class("diffusers", kind).from_config(config)
 
 
 def flow_grid(scheduler: Any, handed: Callable[[int, Any], dict[str, Any]]) -> Grid:
@@ -308,9 +307,8 @@ def _file(place: str) -> str:
 
 
 def _parameters_of(name: str) -> dict[str, Any]:
-    import diffusers
 
-    return _parameters(getattr(diffusers, name, None))
+    return _parameters(find_class("diffusers", name))
 
 
 @cache
@@ -326,7 +324,6 @@ def _parameters(cls: Any) -> dict[str, Any]:
 def _words() -> frozenset[str]:
     """Return the keys of all classes: files may keep keys of an earlier class, which diffusers
     ignores too."""
-    import diffusers
 
     names = {*FLOWS, *DISCRETES, *FEW, "EDMDPMSolverMultistepScheduler", "EDMEulerScheduler"}
-    return frozenset(key for name in names for key in _parameters(getattr(diffusers, name)))
+    return frozenset(key for name in names for key in _parameters(library_class("diffusers", name)))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmrl.core.sharding import whole_blocks
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
 from mmrl.policies.vlm import caches
 
@@ -32,7 +33,7 @@ class CausalImageNet(ImageNet):
         super().__init__()
         self.hf = hf
         # accelerate wraps these one by one
-        self._no_split_modules = getattr(hf, "_no_split_modules", None)
+        self._no_split_modules = whole_blocks(hf)
 
     @property
     def config(self) -> Any:

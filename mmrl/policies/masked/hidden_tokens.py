@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from mmrl.core.distributions import Categorical, check_shape
+from mmrl.core.distributions import Categorical, OverVocabulary, check_shape
 from mmrl.core.divergences import REVERSE, Divergence
 from mmrl.core.host import selected, spread
 from samplers import unmask
 
 
 @dataclass(frozen=True)
-class Hidden:
+class Hidden(OverVocabulary):
     """Scores draws of the tokens at the N positions that ``where`` [B, L] holds. All results are
     [B, L], 0 elsewhere.
 
@@ -32,21 +32,21 @@ class Hidden:
     def log_prob(self, decision: Tensor) -> Tensor:
         """Return the log-probs of token ids [B, L], or of tokens and their ranks [B, L, 2]."""
         ids = decision if self.noise is None else decision[..., 0]
-        token = self._spread(Categorical(self.logits).log_prob(selected(ids, self.where)))
+        token = self.placed(Categorical(self.logits).log_prob(selected(ids, self.where)))
         if self.noise is None:
             return token
         confidence = token
         if isinstance(self.heat, Tensor) or self.heat != 1:
             plain = Categorical(self.logits * self.heat)
-            confidence = self._spread(plain.log_prob(selected(ids, self.where)))
+            confidence = self.placed(plain.log_prob(selected(ids, self.where)))
         return chosen(token, confidence, self.noise, decision[..., 1])
 
     def kl(self, reference: Hidden, by: Divergence = REVERSE) -> Tensor:
         """Compute KL(self || other), or another divergence."""
-        return self._spread(Categorical(self.logits).kl(Categorical(reference.logits), by))
+        return self.placed(Categorical(self.logits).kl(Categorical(reference.logits), by))
 
     def entropy(self) -> Tensor:
-        return self._spread(Categorical(self.logits).entropy())
+        return self.placed(Categorical(self.logits).entropy())
 
     def asks(self) -> list[Any]:
         return []
@@ -58,7 +58,7 @@ class Hidden:
         check_shape(shown["logits"], self.logits.shape)
         return replace(self, logits=shown["logits"])
 
-    def _spread(self, values: Tensor) -> Tensor:
+    def placed(self, values: Tensor) -> Tensor:
         return spread(values, self.where)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmrl.core.errors import UserError
+from mmrl.core.media.pictures import is_pil
 from mmrl.core.media.scan import Finding, is_clip, scan
 from mmrl.core.placeholders import MARKS, NAMES, misfit
 from mmrl.core.types import Prompt
@@ -173,7 +174,7 @@ def _files(prompt: Prompt) -> Iterator[Any]:
     """Yield the images and clips of a prompt whose headers are read."""
     images, videos = _images(prompt), _videos(prompt)
     images += [frame for video in videos if isinstance(video, list) for frame in video]
-    yield from (image for image in images if isinstance(image, (str, bytes)) or _is_opened(image))
+    yield from (image for image in images if isinstance(image, (str, bytes)) or is_pil(image))
     yield from (video for video in videos if is_clip(video))
 
 
@@ -190,10 +191,6 @@ def _inside(prompt: Prompt, kind: str) -> list[Any]:
     contents = [message["content"] for message in prompt.get("messages") or ()]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part.get(kind) for part in parts]
-
-
-def _is_opened(image: Any) -> bool:
-    return hasattr(image, "getexif")
 
 
 def _kind(prompt: Prompt) -> Hashable:

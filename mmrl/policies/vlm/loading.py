@@ -10,6 +10,7 @@ from torch import nn
 
 from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import torch_dtype
 from mmrl.policies.lora import ALL_LINEAR, Lora, ending_like
 from mmrl.policies.quantization import Quantization, quantize
 from mmrl.policies.vlm.families import modules_of
@@ -34,7 +35,7 @@ def load_model(place: str, dtype: str, attention: str, quantization: Quantizatio
     hf = pretrained.load_model(
         _kind_of(config, place),
         place,
-        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        dtype=dtype if dtype == "auto" else torch_dtype(dtype),
         attn_implementation=_by_part(config, _plain(attention)),
     )
     if hf.config.is_encoder_decoder:

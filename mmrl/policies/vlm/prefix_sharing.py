@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmrl.core.divergences import Divergence
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, remember, selected
-from mmrl.core.sharding import sharded
+from mmrl.core.sharding import sharded, whole_blocks
 from mmrl.policies import scores
 from mmrl.policies.lora import inject
 from mmrl.policies.tokens import places
@@ -61,7 +61,7 @@ class SharedPrefix(nn.Module):
         if hf.config.model_type == "llama4":
             hf.language_model.register_forward_hook(_without_images)
         # accelerate wraps these one by one
-        self._no_split_modules = getattr(hf, "_no_split_modules", None)
+        self._no_split_modules = whole_blocks(hf)
 
     @property
     def config(self) -> Any:

@@ -70,7 +70,7 @@ _files: dict[str, Path | None] = {}  # by what modules say: a program has thousa
 
 
 def _file(module: ModuleType) -> Path | None:
-    name = getattr(module, "__file__", None)
+    name = vars(module).get("__file__")
     if not isinstance(name, str):  # built into Python
         return None
     if name not in _files:

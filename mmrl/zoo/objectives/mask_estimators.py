@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.numbers import Count, Draws
-from mmrl.core.registry import ESTIMATORS
+from mmrl.core.registry import ESTIMATORS, bound_options, unbound
 from mmrl.core.sharding import sharded
 from mmrl.core.types import Point, Rollout
 from mmrl.policies.contracts import Remasks
@@ -331,8 +331,8 @@ SEVERAL = (trajectory, tracerl, schedule_matched, coupled, udm_grpo, sepo)
 
 def several_passes(estimator: Estimator) -> bool:
     """Tell whether a sample's tokens are known to be scored in more than one pass."""
-    plain = getattr(estimator, "func", estimator)
-    chosen = getattr(estimator, "keywords", {})
+    plain = unbound(estimator)
+    chosen = bound_options(estimator)
     if plain is schedule_matched and chosen.get("passes") == 1:
         return False
     return plain in SEVERAL or chosen.get("draws", 1) > 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.media.clips import ClipError, open_clip
-from mmrl.core.media.pictures import PictureError, check_size, opened, rgb_picture
+from mmrl.core.media.pictures import PictureError, check_size, frame_count, opened, rgb_picture
 from mmrl.core.types import Prompt
 from mmrl.data.prompts import decoded
 from mmrl.data.sources.folders import VIDEOS
@@ -107,7 +107,7 @@ def _animation(path: Path) -> list[np.ndarray]:
     still one. Raises PictureError."""
     with opened(path) as image:
         check_size(image)
-        if getattr(image, "n_frames", 1) == 1:
+        if frame_count(image) == 1:
             return []
         return [np.array(rgb_picture(frame.copy())) for frame in ImageSequence.Iterator(image)]
 

@@ -12,6 +12,7 @@ from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
 from mmrl.policies.base import RolloutContext
 from mmrl.rollout.stages import Setup, Stage
+from rewards.card import method_of
 
 Writer = Callable[[Prompt], str | None]
 
@@ -54,15 +55,12 @@ def writer(name: str, rewards: Mapping[str, Any]) -> Writer:
     """
     if name not in rewards:
         return lambda prompt: None if prompt.get(name) is None else str(prompt[name])
-    reward = getattr(
-        rewards[name], "reward", rewards[name]
-    )  # the reward itself, without its wrapper
-    write = getattr(reward, "ground_truth", None)
+    write = method_of(rewards[name], "ground_truth")
     if write is None:
         able = [
             known_name
             for known_name, candidate in rewards.items()
-            if hasattr(getattr(candidate, "reward", candidate), "ground_truth")
+            if method_of(candidate, "ground_truth")
         ]
         raise UserError(
             f"train.ground_truth_rollout: reward {name!r} cannot write down a ground "

@@ -22,7 +22,7 @@ from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError, called
 from mmrl.core.numbers import Count
 from mmrl.core.registry import STAGES
-from mmrl.core.types import Copies, Prompt, Rewards, Rollout
+from mmrl.core.types import Completion, Copies, Prompt, Rewards, Rollout
 from mmrl.data.base import Curriculum
 from mmrl.policies.base import Drafts, RolloutContext
 from mmrl.policies.contracts import LimitsLength
@@ -152,7 +152,8 @@ class PartialRollouts(OldAnswers):
             return []
         assert isinstance(drawn.media, list)
         pairs = zip(drawn.media, drawn.rollout.group.tolist(), strict=True)
-        return sorted({group for answer, group in pairs if not getattr(answer, "finished", True)})
+        cut = (g for text, g in pairs if isinstance(text, Completion) and not text.finished)
+        return sorted(set(cut))
 
     def _continue(
         self, entries: list[Remembered], parts: int, iteration: int, sample: Sample

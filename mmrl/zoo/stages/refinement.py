@@ -21,6 +21,7 @@ from mmrl.rollout.stages import Drawn, KnowsPrompts, Sample, Setup
 from mmrl.zoo.stages.answer_memory import Remembered, with_marks
 from mmrl.zoo.stages.answers import Answer
 from mmrl.zoo.stages.insertion import demonstrated, inserted
+from rewards.card import method_of
 from samplers.noise import Rng
 
 
@@ -291,9 +292,7 @@ class Wrong:
 def criteria(setup: Setup, name: str) -> Callable[[list[Any], list[Prompt]], list[Any]] | None:
     """Find the function of reward ``name`` that lists the criteria an answer fails; None where it
     has none, or there is no such reward."""
-    reward = setup.rewards.get(name)
-    unmet = getattr(getattr(reward, "reward", reward), "unmet", None)
-    return unmet if callable(unmet) else None
+    return method_of(setup.rewards.get(name), "unmet")
 
 
 def listed(feedback: Any) -> str:

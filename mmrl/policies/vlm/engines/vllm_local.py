@@ -48,6 +48,7 @@ class VLLM:
     """
 
     notes: tuple[str, ...] = ()
+    folder: Path | None = None  # also where the start failed
 
     def __init__(self, setup: Setup):
         """Start the engine. Raises UserError where vLLM is absent or too old, or, with vLLM's
@@ -74,9 +75,8 @@ class VLLM:
         )
 
     def __del__(self) -> None:
-        folder = getattr(self, "folder", None)  # absent where the start failed
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def suits(self, hf: nn.Module) -> None:
         if self.lora:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmrl.core.effects import FREE_AT_RESUME
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.media import USUAL_RATE
 from mmrl.core.registry import GRIDS, KERNELS, POLICIES
 from mmrl.core.types import Kernel, Prompt, Rollout
@@ -136,7 +137,7 @@ class AnyPipeline(ReplayedPolicy, EncodesMedia, Compiles, Exports):
         guardrail: Cosmos checks prompts and pictures by the package cosmos_guardrail; false runs it
         without, which is the user's decision and duty."""
         self._refuse(options, quantization, attention)
-        self.compute = getattr(torch, dtype)
+        self.compute = torch_dtype(dtype)
         pipe = self._load(path, quantization, skip_blocks, guardrail)
         self._sample_by(pipe, scheduler)
         pipeline_folder.decode_in_parts(pipe, tiling=vae_tiling, slicing=vae_slicing)
@@ -180,6 +181,7 @@ class AnyPipeline(ReplayedPolicy, EncodesMedia, Compiles, Exports):
         for net in nets.values():
             quantize(net, quantization)
         self.net = Networks(nets) if len(nets) > 1 else nets[self.parts[0]]
+        self.trained = self.net
         return pipe
 
     def _open(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.distributed import all_gather_plain
+from mmrl.core.sharding import whole_blocks
 from mmrl.zoo.models.any_pipeline.replay import Visit
 
 
@@ -44,7 +45,7 @@ class Networks(nn.Module):
     @property
     def _no_split_modules(self) -> list[str]:
         nets = [self.get_submodule(name) for name in self.names]
-        return [block for net in nets for block in getattr(net, "_no_split_modules", None) or []]
+        return [block for net in nets for block in whole_blocks(net)]
 
     def enable_gradient_checkpointing(self) -> None:
         for name in self.names:

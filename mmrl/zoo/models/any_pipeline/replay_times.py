@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from mmrl.core.errors import UserError
+from mmrl.core.registry import bound_options
 from mmrl.core.types import Kernel
 from samplers.processes import Flow, Number, Process
 from samplers.solvers import Step
@@ -50,7 +51,7 @@ def shifted(time: Number, ratio: float) -> Tensor:
 
 def on_times(kernel: Kernel, ratio: float) -> Kernel:
     """Return the kernel of a state's times, from one that is bound to a grid's second time."""
-    bound: dict[str, Any] = getattr(kernel, "keywords", {})
+    bound = bound_options(kernel)
     if "second" not in bound:
         return kernel
     shifted_kernel: Kernel = partial(kernel, second=float(shifted(bound["second"], ratio)))  # type: ignore[call-arg]

@@ -198,7 +198,7 @@ class ReplayedPolicy(FlowPolicy, StartsFromLora):
 
     def _announces(self) -> bool:
         """Tell whether this pass goes by a wrapper that has to learn of it as a whole."""
-        copies = len(self.parts) > 1 and not shards(self.net) and hasattr(self, "trained")
+        copies = len(self.parts) > 1 and not shards(self.net)
         return copies and self.active() is not self.net
 
     def _waits(self) -> bool:
@@ -278,8 +278,7 @@ class ReplayedPolicy(FlowPolicy, StartsFromLora):
         self.report.forwards += len(first)
         if len(self.parts) > 1:
             return self.net(name, *args, **kwargs)
-        net = self.active() if hasattr(self, "trained") else self.net
-        return net(*args, **kwargs)
+        return self.active()(*args, **kwargs)
 
     def cast(self, tensor: Tensor) -> Tensor:
         """Convert to the type the network computes in, where it does not convert by itself."""

@@ -21,6 +21,7 @@ from mmrl.core.registry import POLICIES, import_name
 from mmrl.core.types import Media, Prompt, Rollout
 from mmrl.policies.base import MediaFormat
 from mmrl.policies.contracts import EncodesMedia, Exports
+from mmrl.policies.diffusion.diffusers_folder import shift_of
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, demonstrated
 from mmrl.policies.lora import ATTENTION, merged
 from samplers.batching import chunks
@@ -176,8 +177,8 @@ def _check_call(network: nn.Module, net: str, field: str | None) -> None:
 
 
 def _pixels(vae: Any, latents: Tensor) -> Tensor:
-    shift = getattr(vae.config, "shift_factor", None) or 0.0
-    images: Tensor = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor + shift).sample
+    plain = latents.to(vae.dtype) / vae.config.scaling_factor + shift_of(vae)
+    images: Tensor = vae.decode(plain).sample
     return images
 
 
@@ -186,9 +187,8 @@ def _factor(vae: Any) -> int:
 
 
 def _latents(vae: Any, pixels: Tensor) -> Tensor:
-    shift = getattr(vae.config, "shift_factor", None) or 0.0
     mode: Tensor = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()
-    latents: Tensor = (mode - shift) * vae.config.scaling_factor
+    latents: Tensor = (mode - shift_of(vae)) * vae.config.scaling_factor
     return latents
 
 

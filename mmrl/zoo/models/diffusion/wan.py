@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from mmrl.core.distributed import all_max
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import library_class
 from mmrl.core.registry import POLICIES
-from mmrl.core.sharding import shards
+from mmrl.core.sharding import shards, whole_blocks
 from mmrl.core.types import Query
 from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.lora import adapters_of
 from mmrl.zoo.models.diffusion.video_pipeline import VideoFolderPolicy, standardised
 
 
@@ -46,13 +48,13 @@ class Experts(nn.Module):
 
     @property
     def peft_config(self) -> Any:
-        return getattr(self.transformer, "peft_config", None)
+        return adapters_of(self.transformer)
 
     @property
     def _no_split_modules(self) -> list[str]:
         """Name the blocks that FSDP2 wraps one by one; without, it would gather both experts at
         once."""
-        return list(getattr(self.transformer, "_no_split_modules", None) or [])
+        return whole_blocks(self.transformer)
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, **cond: Tensor) -> Tensor:
         noisy = timestep.flatten(1).amax(1) if timestep.ndim > 1 else timestep
@@ -202,9 +204,8 @@ class Wan(VideoFolderPolicy):
         """Write the weights as every family does; both experts of a folder that has two."""
         if not self.two:
             return super().export(folder)
-        import diffusers
 
-        pipeline = getattr(diffusers, self.pipeline)
+        pipeline = library_class("diffusers", self.pipeline)
         parts = {"transformer": self.net.transformer, "transformer_2": self.net.transformer_2}
         if not self.net.peft_config:
             return diffusers_folder.save_parts(pipeline, self.place, parts, folder)

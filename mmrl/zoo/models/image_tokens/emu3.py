@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
@@ -130,7 +131,7 @@ class Emu3(EncodedImagePolicy, KeepsWhole):
         the text model."""
         self.place = locate(path)
         hf, self.processor = _loaded(
-            self.place, getattr(torch, dtype), of_transformers(available(attention))
+            self.place, torch_dtype(dtype), of_transformers(available(attention))
         )
         self.suffix = suffix
         self.shape = {"ratio": _ratio(ratio), "image_area": size * size}

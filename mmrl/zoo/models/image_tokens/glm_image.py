@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmrl.core import pretrained
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.model_folders import folder_of
 from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES, locate
@@ -127,7 +128,7 @@ class GlmImage(ImageTokenPolicy):
         self.size = (height, width)
         self.steps = steps
         self.decoder_guidance = decoder_guidance
-        kind = getattr(torch, dtype)
+        kind = torch_dtype(dtype)
         hf, self.processor, self.renderer = _loaded(
             self.place, kind, of_transformers(available(attention))
         )

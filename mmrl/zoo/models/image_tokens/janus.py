@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from mmrl.core import pretrained
 from mmrl.core.effects import CHOOSES_WEIGHTS
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.registry import POLICIES, locate
+from mmrl.core.sharding import whole_blocks
 from mmrl.core.types import Prompt
 from mmrl.policies.base import MediaFormat
 from mmrl.policies.contracts import KeepsWhole
@@ -59,7 +61,7 @@ class JanusNet(ImageNet):
         self.vocab = hf.config.vq_config.num_embeddings
         self.hidden = hf.config.text_config.hidden_size
         # accelerate wraps these one by one
-        self._no_split_modules = getattr(hf, "_no_split_modules", None)
+        self._no_split_modules = whole_blocks(hf)
         self.token = llama.token
 
     @property
@@ -173,7 +175,7 @@ class Janus(EncodedImagePolicy, KeepsWhole):
         embeddings, aligner and head of image tokens. lora: adapters in the language model."""
         self.place = locate(path)
         hf, self.processor = _loaded(
-            self.place, getattr(torch, dtype), of_transformers(available(attention))
+            self.place, torch_dtype(dtype), of_transformers(available(attention))
         )
         if isinstance(lora, int):
             lora = Lora(lora)

@@ -17,6 +17,7 @@ from torch import Tensor
 from mmrl.core import pretrained, weight_files
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
 from mmrl.policies.base import MediaFormat
@@ -89,7 +90,7 @@ class LlamaGen(EncodedImagePolicy):
                 f"policy.llamagen.size {self.size} is not a multiple of {self.vq.factor}"
             )
         net = LlamaGenGPT(replace(shape, grid=self.size // self.vq.factor))
-        checkpoints.load(net, published, file).to(getattr(torch, dtype))
+        checkpoints.load(net, published, file).to(torch_dtype(dtype))
         self.text_encoder = text_encoder
         self.says_cuts = True  # of texts, once
         self.cfg_interval = cfg_interval

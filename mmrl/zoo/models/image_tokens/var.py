@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.core.effects import Effects
 from mmrl.core.errors import UserError
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.numbers import Count
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Copies, Point, Prompt, Rollout, per_prompt
@@ -70,7 +71,7 @@ class VAR(EncodedImagePolicy):
         images["quantize.ema_vocab_hit_SV"] = self.vae.quantize.ema_vocab_hit_SV
         checkpoints.load(self.vae, images, vae).requires_grad_(False)
         net = checkpoints.load(VARNet(shape, self.vae.quantize), published, file).to(
-            getattr(torch, dtype)
+            torch_dtype(dtype)
         )
         super().__init__(net, guidance_scale=guidance_scale, **options)
         # [T] h w of every token

@@ -101,6 +101,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(shape)
         self.ffn = FeedForward(shape)
+        self.shared = shape.shared
         if shape.shared:
             self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, shape.width))
         else:
@@ -117,11 +118,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Apply the block; ``cond`` [B, C] is the class, or [B, 1, 6, C] its modulation where that
         is shared."""
-        six = (
-            self.ada_gss + cond
-            if hasattr(self, "ada_gss")
-            else self.ada_lin(cond).view(len(x), 1, 6, -1)
-        )
+        six = self.ada_gss + cond if self.shared else self.ada_lin(cond).view(len(x), 1, 6, -1)
         gain1, gain2, scale1, scale2, shift1, shift2 = six.unbind(2)
         x = x + gain1 * self.attn(normed(x) * (1 + scale1) + shift1, bias, kernel, room, place)
         change: Tensor = self.ffn(normed(x) * (1 + scale2) + shift2)

@@ -19,9 +19,6 @@ SHARED = 4  # convolutions that all scales share
 class _Level(nn.Module):
     """Stacks the residual blocks of one resolution, attention after each at the lowest."""
 
-    downsample: Down  # only where there is a next level
-    upsample: Up
-
     def __init__(self, inside: int, outside: int, depth: int, attention: bool):
         super().__init__()
         self.block = nn.ModuleList(
@@ -30,14 +27,15 @@ class _Level(nn.Module):
         self.attn = nn.ModuleList(
             Attention(outside, fused=True) for _ in range(depth if attention else 0)
         )
+        self.downsample: nn.Module = nn.Identity()  # replaced where there is a next level
+        self.upsample: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.block):
             x = block(x)
             x = self.attn[i](x) if len(self.attn) else x
-        if hasattr(self, "downsample"):
-            x = self.downsample(x)
-        return self.upsample(x) if hasattr(self, "upsample") else x
+        x = self.upsample(self.downsample(x))
+        return x
 
 
 class _Middle(nn.Module):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Media, Prompt, Rollout
 from mmrl.policies.base import MediaFormat, Precision
@@ -23,6 +24,7 @@ from mmrl.policies.demonstrations import encoded, placed_rows
 from mmrl.policies.diffusion import diffusers_folder, prompt_lengths
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
 from mmrl.policies.image_tokens.attention import Kernel, available
+from mmrl.policies.lora import adapters_of
 from mmrl.policies.masked.policy import MaskedDiffusion
 from mmrl.zoo.models.masked import uvit
 from samplers.batching import chunks
@@ -62,7 +64,7 @@ class Amused(MaskedDiffusion, EncodesMedia, Exports):
         from diffusers import AmusedScheduler, UVit2DModel, VQModel
 
         self.place = diffusers_folder.resolve(path, "AmusedPipeline")
-        self.compute = getattr(torch, dtype)
+        self.compute = torch_dtype(dtype)
         net = diffusers_folder.load_part(UVit2DModel, self.place, "transformer", self.compute)
         uvit.share_texts(net, available(attention))
         self.vae = (
@@ -198,7 +200,7 @@ class Amused(MaskedDiffusion, EncodesMedia, Exports):
         whole pipeline."""
         from diffusers import AmusedPipeline
 
-        if getattr(self.net, "peft_config", None):
+        if adapters_of(self.net):
             self.net.save_lora_adapter(folder)
         else:
             diffusers_folder.save_full(AmusedPipeline, self.place, self.net, folder)

@@ -16,6 +16,7 @@ from mmrl.core import pretrained
 from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.numbers import Count, Steps
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Completion, Media, Point, Prompt, Query, Rollout
@@ -79,7 +80,7 @@ class MaskedLM(MaskedDiffusion, WritesText, Exports):
                 f"{blocks} blocks {steps} steps"
             )
         if loaded is None:
-            loaded = load(self.place, getattr(torch, dtype), remote_code, code)
+            loaded = load(self.place, torch_dtype(dtype), remote_code, code)
         self.tokenizer, net = loaded
         causal = "AutoModelForCausalLM" in (
             getattr(getattr(net, "config", None), "auto_map", None) or {}

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from mmrl.core.broken_rows import BrokenRows
 from mmrl.core.host import on_host, sent
+from mmrl.core.libraries import torch_dtype
 from mmrl.core.numbers import Count, Steps
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.sharding import in_step, sharded
@@ -122,7 +123,7 @@ class UnifiedMasked(TokenPolicy, Demonstrates, Guided, Exports):
         folder, or ``code``. code: ``file.py:build``, a function of path that returns tokenizer and
         model; None: transformers' auto classes."""
         self.place = locate(path)
-        loaded = load(self.place, getattr(torch, dtype), remote_code, code)
+        loaded = load(self.place, torch_dtype(dtype), remote_code, code)
         chosen = asdict(picture)
         self.picture_weight = chosen.pop("weight")
         self.image = _Image(path, mask=mask, loaded=loaded, **chosen)
