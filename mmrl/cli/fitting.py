@@ -31,8 +31,8 @@ def choose_encoder(
     clip: str | None, vision: str | None, text: str | None, join_text: bool, pool: Pool
 ) -> EncoderChoice:
     """Choose one of the three models, by default CLIP ViT-L/14. UserError for more than one."""
-    given: dict[Kind, str | None] = {"clip": clip, "vision": vision, "text": text}
-    named = [(kind, model) for kind, model in given.items() if model]
+    models: dict[Kind, str | None] = {"clip": clip, "vision": vision, "text": text}
+    named = [(kind, model) for kind, model in models.items() if model]
     if len(named) > 1:
         raise UserError("--clip, --vision and --text-model: give one of them")
     kind, model = named[0] if named else ("clip", CLIP)
@@ -59,5 +59,5 @@ def fit_head(
     encoder = load_encoder(**named, device=device)
     with on_disk(folder), whole_folder(folder) as draft:
         measured = fitting.fit_head(ratings, draft, encoder, named, recipe)
-    sentences = "\n".join(one.sentence() for one in measured)
+    sentences = "\n".join(figure.sentence() for figure in measured)
     return f"{sentences}\nuse it as reward: {{fitted_head: {{path: {folder}}}}}"

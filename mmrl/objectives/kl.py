@@ -4,6 +4,7 @@ the sampled decisions, the weight in force, and a reference that follows the pol
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -115,50 +116,7 @@ class KL:
     def __post_init__(self) -> None:
         if self.weight < 0:
             raise UserError(f"kl: weight must not be negative, it is {self.weight}")
-        for wrong, sentence in (
-            (
-                self.divergence != "reverse" and self.form not in (None, "exact"),
-                f"the form {self.form} estimates the reverse KL: leave it out",
-            ),
-            (
-                self.divergence not in ("reverse", "chi2") and self.where == "reward",
-                "what is taken off the reward is the reverse KL or the chi2: set where: loss",
-            ),
-            (
-                self.root and (self.divergence, self.where) != ("chi2", "reward"),
-                "root is of the chi2 of whole samples: set divergence: chi2 and where: reward",
-            ),
-            (self.divergence == "renyi" and self.order == 1, "order 1 is divergence: reverse"),
-            (
-                self.corrected and self.form in ("k1+", "k3+"),
-                f"the form {self.form} has the KL's whole gradient already: leave out corrected",
-            ),
-            (
-                self.corrected and self.form in ("k2", "abs"),
-                f"the form {self.form} times the ratio has another gradient than the KL: use k1 or "
-                "k3, or leave out corrected",
-            ),
-            (
-                self.corrected and self.where == "reward",
-                "what is taken off the reward is not weighed: leave out corrected",
-            ),
-            (
-                self.reweigh is not None and (self.divergence, self.form) != ("forward", None),
-                "reweigh is for divergence: forward without a form",
-            ),
-            (
-                self.uncertainty is not None and self.where != "reward",
-                "uncertainty weighs the KL of a sample in its reward: set where: reward",
-            ),
-            (
-                self.previous > 0 and self.where == "reward",
-                "before the update the policy is still what it was: set where: loss",
-            ),
-            (
-                self.target is not None and not self.weight,
-                "target multiplies the weight: give it one to begin with, such as 0.1",
-            ),
-        ):
+        for wrong, sentence in (*_conflicts_of_divergence(self), *_conflicts_of_weight(self)):
             if wrong:
                 raise UserError(f"kl: {sentence}")
 
@@ -270,6 +228,60 @@ def _renyi(dist: Dist, reference: Dist, order: float) -> Tensor:
     spread = torch.where(p == q, torch.zeros_like(p), spread)
     each = spread + order * (dist.mean - reference.mean) ** 2 / (2 * mixed)
     return dist.reduce(torch.where(finite, each, torch.inf))
+
+
+def _conflicts_of_divergence(kl: KL) -> Iterator[tuple[bool, str]]:
+    """Yield (whether options exclude each other, sentence) of the divergence and its form."""
+    yield from (
+        (
+            kl.divergence != "reverse" and kl.form not in (None, "exact"),
+            f"the form {kl.form} estimates the reverse KL: leave it out",
+        ),
+        (
+            kl.divergence not in ("reverse", "chi2") and kl.where == "reward",
+            "what is taken off the reward is the reverse KL or the chi2: set where: loss",
+        ),
+        (
+            kl.root and (kl.divergence, kl.where) != ("chi2", "reward"),
+            "root is of the chi2 of whole samples: set divergence: chi2 and where: reward",
+        ),
+        (kl.divergence == "renyi" and kl.order == 1, "order 1 is divergence: reverse"),
+    )
+
+
+def _conflicts_of_weight(kl: KL) -> Iterator[tuple[bool, str]]:
+    """Yield (whether options exclude each other, sentence) of the rest."""
+    yield from (
+        (
+            kl.corrected and kl.form in ("k1+", "k3+"),
+            f"the form {kl.form} has the KL's whole gradient already: leave out corrected",
+        ),
+        (
+            kl.corrected and kl.form in ("k2", "abs"),
+            f"the form {kl.form} times the ratio has another gradient than the KL: use k1 or "
+            "k3, or leave out corrected",
+        ),
+        (
+            kl.corrected and kl.where == "reward",
+            "what is taken off the reward is not weighed: leave out corrected",
+        ),
+        (
+            kl.reweigh is not None and (kl.divergence, kl.form) != ("forward", None),
+            "reweigh is for divergence: forward without a form",
+        ),
+        (
+            kl.uncertainty is not None and kl.where != "reward",
+            "uncertainty weighs the KL of a sample in its reward: set where: reward",
+        ),
+        (
+            kl.previous > 0 and kl.where == "reward",
+            "before the update the policy is still what it was: set where: loss",
+        ),
+        (
+            kl.target is not None and not kl.weight,
+            "target multiplies the weight: give it one to begin with, such as 0.1",
+        ),
+    )
 
 
 def _over_vocabulary(dist: Any, reference: Any, of_logprobs: Any) -> Tensor:

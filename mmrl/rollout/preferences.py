@@ -60,15 +60,10 @@ class Compared:
         size = self.pairs.options.group_size
         repeated = [prompt for prompt in prompts for _ in range(size)]
         judged = [each for group in groups for each in group]
-        answers = [
-            opened(policy, prompt, each) for prompt, each in zip(repeated, judged, strict=True)
-        ]
+        answers = [opened(policy, p, each) for p, each in zip(repeated, judged, strict=True)]
         # there every answer is its own prompt, named as a sample would be
         rows = policy.demonstrate(repeated, answers, replace(rng, offset=rng.offset * size))
-        taken = rows.provenance.is_ground_truth
-        taken = rows.alive() if taken is None else taken
-        taken = taken & (rows.logprob.isfinite() | ~rows.mask).all(1)
-        taken = taken.view(-1, size).all(1).repeat_interleave(size)  # half a pair is useless
+        taken = _whole_pairs(rows, size)
         cond, shown = Replays.of(policy).recall(list(prompts))
         group = torch.arange(len(rows), device=rows.group.device) // size
         provenance = rows.provenance.replace(is_ground_truth=None)
@@ -121,3 +116,11 @@ def labelled(rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
     """Return the labels of single answers as advantages, [B, 1]: there is nothing to compare."""
     assert isinstance(rewards, Rewards)
     return rewards[REWARD].to(rollout.logprob)[:, None]
+
+
+def _whole_pairs(rows: Rollout, size: int) -> Tensor:
+    """Return [B] bool: rows of groups all of whose answers the policy can give."""
+    taken = rows.provenance.is_ground_truth
+    taken = rows.alive() if taken is None else taken
+    taken = taken & (rows.logprob.isfinite() | ~rows.mask).all(1)
+    return taken.view(-1, size).all(1).repeat_interleave(size)

@@ -92,18 +92,7 @@ class Scorer:
         self.failures: dict[str, Failures] = {}
         self.seconds = dict.fromkeys(rewards, 0.0)
         for name, reward in self.rewards.items():
-            plain = Handling(device=reward.handling.device, dtype=reward.handling.dtype)
-            if reward.card.of == "batch" and reward.handling != plain:
-                raise UserError(
-                    f"reward {name!r} sees a whole iteration at once, on all processes: "
-                    f"batch_size, offload, timeout "
-                    "and cache cannot be set for it"
-                )
-            if keeps_state(reward.reward) and reward.handling.cache:
-                raise UserError(
-                    f"reward {name!r} has a state (state_dict), so its values change: leave its "
-                    f"`cache` out"
-                )
+            check_handling(name, reward)
         self.workers = {name: Worker(f"reward {name}") for name in rewards}
         self._remembered: dict[str, dict[str, list[float]]] = {}
 
@@ -328,6 +317,21 @@ class Stream:
             }
         scores |= whole
         return {name: joined(name, scores[name]) for name in self.scorer.rewards}
+
+
+def check_handling(name: str, reward: Handled) -> None:
+    """Raise UserError for handling that a reward of whole iterations, or with a state, cannot
+    have."""
+    plain = Handling(device=reward.handling.device, dtype=reward.handling.dtype)
+    if reward.card.of == "batch" and reward.handling != plain:
+        raise UserError(
+            f"reward {name!r} sees a whole iteration at once, on all processes: batch_size, "
+            f"offload, timeout and cache cannot be set for it"
+        )
+    if keeps_state(reward.reward) and reward.handling.cache:
+        raise UserError(
+            f"reward {name!r} has a state (state_dict), so its values change: leave its `cache` out"
+        )
 
 
 def keeps_state(reward: Any) -> bool:

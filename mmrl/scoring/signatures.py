@@ -81,23 +81,7 @@ def batch_reward(
     each sample, as ``shown`` turns it (a PIL image, the frames of a video, a text), and returns a
     number; None where it does not apply. Both may be async.
     """
-    names = needed(function)
-    if names is None or not 1 <= len(names) <= 2:
-        raise UserError(
-            f"reward {name!r} takes ({', '.join(names or ['...'])}); its parameters are "
-            f"{SIGNATURES}"
-        )
-    roles = [role(each) for each in names]
-    if len(roles) == 1 and not roles[0]:
-        roles = ["single"]
-    if len(roles) == 2 and not roles[0] and roles[1] in ("prompt", "prompts"):
-        roles[0] = "single" if roles[1] == "prompt" else "batch"
-    samples = [each for each in roles if each in ("batch", "single")]
-    if len(samples) != 1 or not all(roles):
-        raise UserError(
-            f"reward {name!r} takes ({', '.join(names)}), which does not say whether it judges a "
-            f"batch; name its parameters {SIGNATURES}"
-        )
+    roles = _roles(function, name)
     single = "single" in roles or "prompt" in roles
     call = _caller(function, roles)
     reward: Any
@@ -117,6 +101,28 @@ def batch_reward(
     reward.is_single = single and inspect.iscoroutinefunction(function)
     batched: Callable[..., Any] = reward
     return batched
+
+
+def _roles(function: Callable[..., Any], name: str) -> list[str]:
+    """Tell what each parameter of a reward is, by its name. UserError where that is unclear."""
+    names = needed(function)
+    if names is None or not 1 <= len(names) <= 2:
+        raise UserError(
+            f"reward {name!r} takes ({', '.join(names or ['...'])}); its parameters are "
+            f"{SIGNATURES}"
+        )
+    roles = [role(each) for each in names]
+    if len(roles) == 1 and not roles[0]:
+        roles = ["single"]
+    if len(roles) == 2 and not roles[0] and roles[1] in ("prompt", "prompts"):
+        roles[0] = "single" if roles[1] == "prompt" else "batch"
+    samples = [each for each in roles if each in ("batch", "single")]
+    if len(samples) != 1 or not all(roles):
+        raise UserError(
+            f"reward {name!r} takes ({', '.join(names)}), which does not say whether it judges a "
+            f"batch; name its parameters {SIGNATURES}"
+        )
+    return roles
 
 
 def _caller(function: Callable[..., Any], roles: Sequence[str]) -> Callable[[Any, Any], Any]:

@@ -134,21 +134,33 @@ class Collector:
         rewards = drawn.rewards
         if isinstance(self.objective, ShapesRewards):
             rewards = self.objective.shaped(self.policy, drawn.rollout, rewards)
+        batch = self._batch(drawn.rollout, rewards, group_sizes, metrics)
         comparable = shaped_moments(drawn.rollout, drawn.rewards, rewards)
         drawn_shaped = replace(drawn, rollout=comparable)
-        batch = Batch(
+        weighted = self._weighted(batch, drawn_shaped, rewards)
+        trained = self._compare(drawn_shaped, weighted)
+        sampled, metrics = self._monitored(drawn, trained, rewards, metrics)
+        return replace(batch, rollout=trained, rewards=weighted, sampled=sampled, metrics=metrics)
+
+    def _batch(
+        self, rows: Rollout, rewards: Rewards, sizes: Sequence[int], metrics: dict[str, float]
+    ) -> Batch:
+        return Batch(
             iteration=self.iteration,
-            rollout=drawn.rollout,
+            rollout=rows,
             rewards=rewards,
-            sampled=(drawn.rollout, rewards),
-            group_sizes=tuple(group_sizes),
-            idle_row=drawn.rollout[:1],
-            longest=distributed.largest(drawn.rollout.mask.shape[1], drawn.rollout.group.device),
+            sampled=(rows, rewards),
+            group_sizes=tuple(sizes),
+            idle_row=rows[:1],
+            longest=distributed.largest(rows.mask.shape[1], rows.group.device),
             pass_rows=self.policy.pass_sizes.rows,
             metrics=metrics,
         )
-        weighted = self._weighted(batch, drawn_shaped, rewards)
-        trained = self._compare(drawn_shaped, weighted)
+
+    def _monitored(
+        self, drawn: Drawn, trained: Rollout, rewards: Rewards, metrics: dict[str, float]
+    ) -> tuple[tuple[Rollout, Rewards], dict[str, float]]:
+        """Return everything that was sampled, and the metrics with those of the monitors."""
         # rows replaced by a stage have no shaped rewards, so ``sampled`` then keeps the plain ones
         plain_only = drawn.gave_way or drawn.unused
         whole = drawn if plain_only else replace(drawn, rewards=rewards)
@@ -163,7 +175,7 @@ class Collector:
             from mmrl.train.preferences import without_rewards
 
             metrics = without_rewards(metrics)
-        return replace(batch, rollout=trained, rewards=weighted, sampled=sampled, metrics=metrics)
+        return sampled, metrics
 
     def next_prompts(self) -> tuple[list[Prompt], Copies]:
         """Draw the prompts of the iteration, of all processes, and how often each is answered."""

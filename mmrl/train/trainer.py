@@ -76,12 +76,13 @@ class Trainer(Collector):
         self.update = Update(policy, objective, prepared, options, self.device, self.clock)
         self.critic: SnapshotUpdate | None = None  # trained along with the policy
         if isinstance(objective, HasCritic):
-            from mmrl.train.critic import SnapshotUpdate
-
-            self.critic = SnapshotUpdate(
-                objective.critic(), policy, optimizer, options, self.device
-            )
+            self.critic = self._critic(objective, optimizer)
             self.update.learner = self.critic
+
+    def _critic(self, objective: HasCritic, optimizer: MakeOptimizer) -> SnapshotUpdate:
+        from mmrl.train.critic import SnapshotUpdate
+
+        return SnapshotUpdate(objective.critic(), self.policy, optimizer, self.options, self.device)
 
     def snapshots(self) -> tuple[str, ...]:
         """Name the snapshots this run keeps."""

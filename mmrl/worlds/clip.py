@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmrl.core.types import Prompt
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import ClipRecipe
 from mmrl.worlds.render import render
@@ -28,19 +29,10 @@ def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
     rng = Rng.of(recipe.seed, "clip")
     tokenizer = clip_tokenizer()
     config = _config(recipe, len(tokenizer))
-    prompts = [
-        p for p in captions("single", 720) + captions("pairs", 300) if not is_held_out(p["text"])
-    ]
-    prompts = (prompts * (recipe.scenes // len(prompts) + 1))[: recipe.scenes]
+    prompts = _prompts(recipe.scenes)
     images = render(prompts, rng, "judge", wobble=0.5).images
     images = (images - 0.5) / 0.5  # as the stored preprocessing does
-    ids = tokenizer(
-        [p["text"] for p in prompts],
-        padding="max_length",
-        max_length=LENGTH,
-        truncation=True,
-        return_tensors="pt",
-    ).input_ids
+    ids = _ids(tokenizer, prompts)
     truth = caption_labels(prompts)
     sizes = [int(column.max()) + 1 for column in truth.T]
     model, heads = _models(config, sizes, recipe)
@@ -62,6 +54,20 @@ def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
         with torch.no_grad():
             model.logit_scale.clamp_(0, 4.6)
     _save(folder, model, tokenizer, config)
+
+
+def _prompts(scenes: int) -> list[Prompt]:
+    """Repeat the captions that are not held out, to ``scenes`` prompts."""
+    known = captions("single", 720) + captions("pairs", 300)
+    prompts = [prompt for prompt in known if not is_held_out(prompt["text"])]
+    return (prompts * (scenes // len(prompts) + 1))[:scenes]
+
+
+def _ids(tokenizer: Any, prompts: list[Prompt]) -> Tensor:
+    texts = [prompt["text"] for prompt in prompts]
+    options = {"padding": "max_length", "max_length": LENGTH, "truncation": True}
+    ids: Tensor = tokenizer(texts, **options, return_tensors="pt").input_ids
+    return ids
 
 
 def _loss(

@@ -91,11 +91,29 @@ def t5_tokenizer() -> Any:
 def text_models(recipe: TextRecipe) -> dict[str, Any]:
     """Make ``tokenizer``, ``text_encoder`` and their twins 2 and 3, as StableDiffusion3Pipeline
     names them."""
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+    from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
     clip = clip_tokenizer()
     t5 = t5_tokenizer()
-    config = CLIPTextConfig(
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        encoder = CLIPTextModelWithProjection(_clip_config(recipe, clip))
+        two = CLIPTextModelWithProjection(_clip_config(recipe, clip))
+        three = T5EncoderModel(_t5_config(recipe, t5))
+    return {
+        "tokenizer": clip,
+        "tokenizer_2": clip_tokenizer(),
+        "tokenizer_3": t5,
+        "text_encoder": encoder,
+        "text_encoder_2": two,
+        "text_encoder_3": three,
+    }
+
+
+def _clip_config(recipe: TextRecipe, clip: Any) -> Any:
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig(
         vocab_size=len(clip),
         hidden_size=recipe.width,
         projection_dim=recipe.width,
@@ -108,7 +126,12 @@ def text_models(recipe: TextRecipe) -> dict[str, Any]:
         eos_token_id=clip.eos_token_id,
         pad_token_id=clip.pad_token_id,
     )
-    large = T5Config(
+
+
+def _t5_config(recipe: TextRecipe, t5: Any) -> Any:
+    from transformers import T5Config
+
+    return T5Config(
         vocab_size=len(t5),
         d_model=recipe.joint,
         d_kv=16,
@@ -120,19 +143,6 @@ def text_models(recipe: TextRecipe) -> dict[str, Any]:
         decoder_start_token_id=t5.pad_token_id,
         dropout_rate=0.0,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        encoder = CLIPTextModelWithProjection(config)
-        two = CLIPTextModelWithProjection(config)
-        three = T5EncoderModel(large)
-    return {
-        "tokenizer": clip,
-        "tokenizer_2": clip_tokenizer(),
-        "tokenizer_3": t5,
-        "text_encoder": encoder,
-        "text_encoder_2": two,
-        "text_encoder_3": three,
-    }
 
 
 def caption_labels(prompts: list[Prompt]) -> Tensor:

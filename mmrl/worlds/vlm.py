@@ -105,24 +105,12 @@ def _vision(recipe: VLMRecipe) -> dict[str, Any]:
     }
 
 
-def new_model(recipe: VLMRecipe, words: Any) -> Any:
-    """Make a Qwen2_5_VLForConditionalGeneration with random weights."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    ids = {
-        name: words.convert_tokens_to_ids(f"<|{token}|>")
-        for name, token in (
-            ("image_token_id", "image_pad"),
-            ("video_token_id", "video_pad"),
-            ("vision_start_token_id", "vision_start"),
-            ("vision_end_token_id", "vision_end"),
-        )
-    }
+def _text(recipe: VLMRecipe, words: Any) -> dict[str, Any]:
     width = recipe.width
     heads = recipe.heads
     third = width // heads // 2
     section = [third - 2 * (third * 3 // 8), third * 3 // 8, third * 3 // 8]
-    text = {
+    return {
         "vocab_size": -(-len(words) // 8) * 8,
         "hidden_size": width,
         "intermediate_size": 3 * width,
@@ -137,8 +125,23 @@ def new_model(recipe: VLMRecipe, words: Any) -> Any:
         "initializer_range": 0.08,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "mrope_section": section},
     }
+
+
+def new_model(recipe: VLMRecipe, words: Any) -> Any:
+    """Make a Qwen2_5_VLForConditionalGeneration with random weights."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    ids = {
+        name: words.convert_tokens_to_ids(f"<|{token}|>")
+        for name, token in (
+            ("image_token_id", "image_pad"),
+            ("video_token_id", "video_pad"),
+            ("vision_start_token_id", "vision_start"),
+            ("vision_end_token_id", "vision_end"),
+        )
+    }
     config = Qwen2_5_VLConfig(
-        text_config=text,
+        text_config=_text(recipe, words),
         vision_config=_vision(recipe),
         initializer_range=0.08,
         tie_word_embeddings=True,

@@ -112,16 +112,19 @@ def diffusers_vq(vq: LlamaGenVQ, pixels: int) -> Any:
     for name, tensor in weights.items():
         if re.search(r"\.to_(q|k|v|out\.0)\.weight$", name):
             weights[name] = tensor[:, :, 0, 0]
-    first = "encoder.conv_in"
-    last = "decoder.conv_out"
-    bias = weights[f"{first}.bias"] - weights[f"{first}.weight"].sum((1, 2, 3))
-    weights |= {f"{first}.weight": 2 * weights[f"{first}.weight"], f"{first}.bias": bias}
-    weights |= {
+    model.load_state_dict(weights | _rescaled(weights), strict=True)
+    return model.eval()
+
+
+def _rescaled(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the first and last layer for pictures in 0..1 from those for -1..1."""
+    first, last = "encoder.conv_in", "decoder.conv_out"
+    return {
+        f"{first}.weight": 2 * weights[f"{first}.weight"],
+        f"{first}.bias": weights[f"{first}.bias"] - weights[f"{first}.weight"].sum((1, 2, 3)),
         f"{last}.weight": weights[f"{last}.weight"] / 2,
         f"{last}.bias": weights[f"{last}.bias"] / 2 + 0.5,
     }
-    model.load_state_dict(weights, strict=True)
-    return model.eval()
 
 
 @torch.no_grad()

@@ -77,8 +77,9 @@ class VisionEncoder(Encoder):
             pixels = self.eyes(part.float().nan_to_num(0.0, 0.0, 0.0), parameter.device)
             output = self.network(pixel_values=pixels.to(parameter.dtype))
             pooled = getattr(output, "pooler_output", None)
-            values = output.last_hidden_state[:, 0] if pooled is None else pooled
-            return nnf.normalize(values.float(), dim=-1).masked_fill(broken[:, None], torch.nan)
+            values: Tensor = output.last_hidden_state[:, 0] if pooled is None else pooled
+            values = nnf.normalize(values.float(), dim=-1)
+            return values.masked_fill(broken[:, None], torch.nan)
 
 
 class TextEncoder(Encoder):

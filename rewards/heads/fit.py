@@ -90,7 +90,7 @@ def fit_head(
         "rows": len(train),
         "penalty": penalty,
         "hidden": list(recipe.hidden),
-        "held_out": [vars(one) for one in measured],
+        "held_out": [vars(figure) for figure in measured],
     }
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return measured

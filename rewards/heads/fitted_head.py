@@ -101,11 +101,11 @@ class FittedHead:
         """Refuse heads of another width than what the encoder makes of one sample."""
         sample: Media = ["a"] if "text" in self.encoder.media else torch.full((1, 3, 32, 32), 0.5)
         with torch.no_grad():
-            made = self.encoder(sample, [{"text": "a"}]).shape[1]
-        if made != self.width:
+            width = self.encoder(sample, [{"text": "a"}]).shape[1]
+        if width != self.width:
             raise UserError(
                 f"reward 'fitted_head': the heads take embeddings of {self.width} numbers, {model} "
-                f"makes {made}"
+                f"makes {width}"
             )
 
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:

@@ -307,57 +307,50 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
     def _sample(
         self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan, path: Tensor
     ) -> Rollout:
-        """Sample rows, the leaves of trees: one row of every span goes through the network. Fills
-        in ``path`` [B, S, *]."""
+        """Sample the leaves of trees, one row of a span in a pass, and fill in ``path`` [B, S, *]."""
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
-        # without noise along the path all samples of a group would be equal
-        shared = self.same_initial_noise and self.exploring
-        first = (group + rng.offset if shared else row)[:: plan.spans[0]]
-        row_cond = rows_of(without_empty(cond), group[:: plan.spans[0]])
-        state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), row_cond))
+        state = self._start(group[:: plan.spans[0]], row[:: plan.spans[0]], cond, rng)
         self._keep(path, plan, 0, state)
-        logprobs = []
-        entropies = []
-        noisy = []
+        records = []
         solver = None
         for k in range(eta.shape[1]):
             if self.solver and (k == 0 or plan.eta[k - 1] > 0):
                 # multistep history belongs to the states before the noise
                 solver = self.solver(self.process)
+            leads = slice(None, None, plan.spans[k])
             point = Query(
-                group=group[:: plan.spans[k]],
+                group=group[leads],
                 cond=cond,
-                row_id=row[:: plan.spans[k]],
+                row_id=row[leads],
                 state=state,
                 step=Transition(
-                    time=time[:: plan.spans[k], k],
-                    next_time=time[:: plan.spans[k], k + 1],
-                    noise_level=eta[:: plan.spans[k], k],
+                    time=time[leads, k], next_time=time[leads, k + 1], noise_level=eta[leads, k]
                 ),
-                mask=eta[:: plan.spans[k], k : k + 1] > 0,
+                mask=eta[leads, k : k + 1] > 0,
             )
-            state, logprob, entropy, decided = self._advance(point, rng, plan, k, row, solver)
+            state, *record = self._advance(point, rng, plan, k, row, solver)
             self._keep(path, plan, k + 1, state)
-            logprobs.append(logprob)
-            entropies.append(entropy)
-            noisy.append(decided)
+            records.append(record)
+        logprobs, entropies, noisy = zip(*records, strict=True)
         # the first row of an edge carries its decision
-        leads = [row % span == 0 for span in plan.spans]
-        scores, spread = (
-            torch.cat([x.repeat_interleave(span, 0) for x, span in zip(parts, plan.spans[1:])], 1)
-            for parts in (logprobs, entropies)
-        )
-        decided = torch.stack(noisy).expand(len(row), -1)
+        decides = torch.stack([row % span == 0 for span in plan.spans[1:]], 1)
         return Rollout(
             group=group,
             cond=cond,
             row_id=row,
             sample=state,
-            logprob=scores,
-            entropy=spread if self.record_entropy else None,
-            mask=decided & torch.stack(leads[1:], 1),
+            logprob=_at_leaves(logprobs, plan),
+            entropy=_at_leaves(entropies, plan) if self.record_entropy else None,
+            mask=torch.stack([*noisy]).expand(len(row), -1) & decides,
             edge_id=plan.edges(row),
         )
+
+    def _start(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Tensor:
+        # without noise along the path all samples of a group would be equal
+        shared = self.same_initial_noise and self.exploring
+        first = group + rng.offset if shared else row
+        noise = rng.normal(first, self.shape, 0, self.dtype)
+        return self._store(self.begin(noise, rows_of(without_empty(cond), group)))
 
     def _advance(
         self, point: Query, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
@@ -475,3 +468,9 @@ def demonstrated(
         prompts=tuple(prompts),
     )
     return sourced(rollout, present)
+
+
+def _at_leaves(parts: Sequence[Tensor], plan: Plan) -> Tensor:
+    """Join the values of edges, one row a span, as [B, K] of the rows."""
+    spans = plan.spans[1:]
+    return torch.cat([x.repeat_interleave(span, 0) for x, span in zip(parts, spans)], 1)

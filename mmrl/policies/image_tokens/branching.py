@@ -33,6 +33,33 @@ def grow(
     The shared blocks are those the first row would have alone. ``branch`` names the edges by rows;
     a shared decision is in the mask of the first row.
     """
+    leads = row[torch.arange(len(row), device=row.device) // images * images]
+    tokens, logprob, values = _drawn(policy, cond, group, row, rng, at, images)
+    order = policy.blocks_of(tokens)
+    branch = torch.where(order < at, leads[:, None], row[:, None])
+    rollout = Rollout(
+        group=group,
+        cond=cond,
+        row_id=row,
+        sample=tokens,
+        logprob=logprob,
+        trajectory=TokenOrder(commit_step=order.expand_as(tokens)),
+        mask=policy.decided(tokens) & (branch == row[:, None]),
+        edge_id=branch,
+    )
+    return policy.with_recorded(rollout, values)
+
+
+def _drawn(
+    policy: ImageTokenPolicy,
+    cond: list[Inputs],
+    group: Tensor,
+    row: Tensor,
+    rng: Rng,
+    at: int,
+    images: int,
+) -> tuple[Tensor, ...]:
+    """Draw the tokens, their log-probs and the values that advantages need, [B, L] each."""
     net = policy.net
     first = torch.arange(0, len(row), images, device=row.device)
     of = torch.arange(len(first), device=row.device).repeat_interleave(images)[: len(row)]
@@ -49,9 +76,7 @@ def grow(
             guided = policy.guidance_scale != 1
             every = torch.cat([of, of + len(first)]) if guided else of
             hidden = hidden[every]
-            ids = [step[of] for step in ids]
-            scores = [step[of] for step in scores]
-            values = [step[of] for step in values]
+            ids, scores, values = ([step[of] for step in x] for x in (ids, scores, values))
             net("fork", state, every)
         policy.report.forwards += len(hidden)
         draw = uniform[first] if k < at else uniform
@@ -59,17 +84,4 @@ def grow(
         ids.append(token)
         scores.append(score)
         values.append(value)
-    sample = torch.cat(ids, 1)
-    order = policy.blocks_of(sample)
-    branch = torch.where(order < at, row[first][of][:, None], row[:, None])
-    rollout = Rollout(
-        group=group,
-        cond=cond,
-        row_id=row,
-        sample=sample,
-        logprob=torch.cat(scores, 1),
-        trajectory=TokenOrder(commit_step=order.expand_as(sample)),
-        mask=policy.decided(sample) & (branch == row[:, None]),
-        edge_id=branch,
-    )
-    return policy.with_recorded(rollout, torch.cat(values, 1))
+    return torch.cat(ids, 1), torch.cat(scores, 1), torch.cat(values, 1)

@@ -199,13 +199,9 @@ def _continued(
     policy = reading.policy
     net = policy.net
     blocks = list(spans(net.turns))
-    ends = torch.tensor([block.stop for block in blocks], device=count.device)
-    start = (count[:, None] >= ends).sum(1)
-    order = start.argsort(stable=True)
-    order = order[start[order] < len(blocks)]
-    if not len(order):
+    order, starts = _unfinished(count, [block.stop for block in blocks])
+    if not starts:
         return 0
-    starts = start[order].tolist()
     if net.fixed:  # passes of one shape
         starts = [starts[0]] * len(starts)
     rows = reading.rows(order)
@@ -235,3 +231,12 @@ def _continued(
     for whole, column in zip(drawn, part, strict=True):
         whole[order] = column
     return passed
+
+
+def _unfinished(count: Tensor, ends: list[int]) -> tuple[Tensor, list[int]]:
+    """Order the rows that lack blocks by the first block that is not fully accepted; return their
+    places and these blocks."""
+    start = (count[:, None] >= torch.tensor(ends, device=count.device)).sum(1)
+    order = start.argsort(stable=True)
+    order = order[start[order] < len(ends)]
+    return order, start[order].tolist()

@@ -68,13 +68,7 @@ class Filtered:
         memory: Annotated[int, Ge(1)] = 10_000,
         seed: int = 0,
     ):
-        if not isinstance(keep, int | None) and not keep:
-            raise UserError("advantage filtered: keep is an empty list; give a number, or null")
-        if actual is not None and (keep is None or not strategies):
-            raise UserError(
-                "advantage filtered: actual chooses which rows stay; say with keep how many, and "
-                "name strategies"
-            )
+        _check(keep, actual, strategies)
         self.base = base
         self.by = by
         self.actual = actual
@@ -223,3 +217,15 @@ def _masked(x: Tensor, rows: Tensor) -> Tensor:
     x = x if x.is_floating_point() else x.float()
     mask = rows.to(x.device)
     return x.masked_fill(~(mask if x.ndim == 1 else mask[:, None]), torch.nan)
+
+
+def _check(
+    keep: int | Sequence[int] | None, actual: str | None, strategies: Sequence[Prefer]
+) -> None:
+    if not isinstance(keep, int | None) and not keep:
+        raise UserError("advantage filtered: keep is an empty list; give a number, or null")
+    if actual is not None and (keep is None or not strategies):
+        raise UserError(
+            "advantage filtered: actual chooses which rows stay; say with keep how many, and "
+            "name strategies"
+        )

@@ -84,10 +84,22 @@ def gtpo(
             "once each; it is for policies that write tokens, others take filtered or grpo"
         )
     advantage = base(rewards, rollout)
+    weight = _conflict_weight(rollout, advantage, amplify, share_conflicts)
+    entropy = entropy_of(rollout)[:, None].to(advantage)
+    shaped = advantage - penalty * entropy
+    if at_most is not None:
+        shaped = torch.where(advantage.isnan(), advantage, shaped.masked_fill(entropy > at_most, 0))
+    return shaped * weight
+
+
+def _conflict_weight(
+    rollout: Rollout, advantage: Tensor, amplify: float, share_conflicts: bool
+) -> Tensor:
+    """Return GTPO's weight of every token, [B, K]."""
     mask = path_mask(rollout)
     good = (advantage > 0).any(1)
     bad = (advantage < 0).any(1)
-    conflict = ConflictTokens(rollout.group, tokens, mask, good, bad)
+    conflict = ConflictTokens(rollout.group, rollout.sample, mask, good, bad)
     place = mask.long().cumsum(1) - 1
     forward = _run(conflict.at(place), mask)
     behind = mask.sum(1, keepdim=True) - 1 - place
@@ -96,14 +108,10 @@ def gtpo(
     weight = weight * torch.where(forward, amplify, 1.0) * torch.where(backward, amplify, 1.0)
     weight = torch.where((forward | backward) & bad[:, None], 0.0, weight)
     weight = torch.where((good | bad)[:, None], weight, 1.0)
-    entropy = entropy_of(rollout)[:, None].to(advantage)
     if share_conflicts:
         conflicts = (forward | backward).sum(1, keepdim=True).clamp(min=1)
         weight = weight / torch.where((good | bad)[:, None], conflicts, 1)
-    shaped = advantage - penalty * entropy
-    if at_most is not None:
-        shaped = torch.where(advantage.isnan(), advantage, shaped.masked_fill(entropy > at_most, 0))
-    return shaped * weight
+    return weight
 
 
 vars(gtpo)["requires"] = Requires("categorical")  # the configuration refuses it for others

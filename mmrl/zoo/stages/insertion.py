@@ -42,27 +42,12 @@ def inserted(
             left.setdefault(group, []).append(entry.row)
     order, replaced = _places(rollout, new_rows, grows, left)
     last = {group: row for row, group in enumerate(rollout.group.tolist())}
-    parts = []
-    for group, entry in chosen:
-        old = rollout[last[group] : last[group] + 1]
-        # fields of the prompt are copied from a row of its group
-        parts.append(
-            beside(entry, rollout).replace(
-                group=old.group,
-                row_id=old.row_id,
-                all_samples=old.all_samples,
-                records=old.records and old.records.of_prompt(),
-            )
-        )
-    whole = appended(rollout, *parts)
+    whole = appended(rollout, *(_row(entry, rollout, last[group]) for group, entry in chosen))
     media = together([drawn.media, policy.decode(whole[len(rollout) :])])
     rewards = {
         name: torch.cat([value, *(entry.rewards[name].to(value) for _, entry in chosen)])[order]
         for name, value in drawn.rewards.items()
     }
-    plain = drawn.rewards.per_row()
-    lost = Rewards({name: value[replaced] for name, value in plain.items()}, plain.weights)
-    unused = ((outline(rollout)[replaced], lost),) if len(replaced) else ()
     mixed = whole[order]
     if not grows:
         mixed = mixed.replace(row_id=rollout.row_id)
@@ -71,9 +56,27 @@ def inserted(
         rollout=mixed,
         media=media_of(media, order.to(device)),
         rewards=Rewards(rewards, drawn.rewards.weights),
-        unused=(*drawn.unused, *unused),
+        unused=(*drawn.unused, *_lost(drawn, replaced)),
     )
     return renamed(drawn) if grows else drawn
+
+
+def _lost(drawn: Drawn, replaced: Tensor) -> tuple[tuple[Rollout, Rewards], ...]:
+    """Outline the rows that were replaced, with their rewards."""
+    plain = drawn.rewards.per_row()
+    lost = Rewards({name: value[replaced] for name, value in plain.items()}, plain.weights)
+    return ((outline(drawn.rollout)[replaced], lost),) if len(replaced) else ()
+
+
+def _row(entry: Remembered, rollout: Rollout, place: int) -> Rollout:
+    """Make a row of an answer, with the fields of the prompt from a row of its group."""
+    old = rollout[place : place + 1]
+    return beside(entry, rollout).replace(
+        group=old.group,
+        row_id=old.row_id,
+        all_samples=old.all_samples,
+        records=old.records and old.records.of_prompt(),
+    )
 
 
 def _places(

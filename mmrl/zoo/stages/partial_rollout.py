@@ -105,12 +105,7 @@ class PartialRollouts(OldAnswers):
     ) -> tuple[Drawn, dict[str, float]]:
         drawn = with_sampler(drawn)
         cut = self._cut(drawn, 1)
-        origins = self.indices(drawn.rollout)
-        waiting = [
-            Remembered(origins[group], iteration, rows_of(drawn, group), times=1)
-            for group in cut
-            if origins[group] >= 0
-        ]
+        waiting = self._remembered(drawn, cut, iteration)
         places = list(cut)
         before = len(self.memory.entries)
         self.memory.forget(iteration - self.age)
@@ -145,6 +140,14 @@ class PartialRollouts(OldAnswers):
             "partial/untrained": unfinished,
             "partial/dropped": dropped,
         }
+
+    def _remembered(self, drawn: Drawn, cut: list[int], iteration: int) -> list[Remembered]:
+        origins = self.indices(drawn.rollout)
+        return [
+            Remembered(origins[group], iteration, rows_of(drawn, group), times=1)
+            for group in cut
+            if origins[group] >= 0
+        ]
 
     def _cut(self, drawn: Drawn, parts: int) -> list[int]:
         """List the groups with an answer that is incomplete but below the length limit."""

@@ -137,17 +137,10 @@ class Emu3(EncodedImagePolicy, KeepsWhole):
         self.shape = {"ratio": _ratio(ratio), "image_area": size * size}
         encoding = self._ids(negative)
         self.negative = encoding["input_ids"]
-        height, width = (int(n) for n in encoding["image_sizes"][0])
-        self.grid = (height, width)
+        self.grid: tuple[int, int] = tuple(int(n) for n in encoding["image_sizes"][0])
         self.pad = self.processor.tokenizer.pad_token_id
-        if min(self.grid) < 1 or self.pad is None:
-            raise UserError(
-                f"policy.emu3.size {size} is smaller than a token, or {self.place} "
-                f"names no padding token"
-            )
-        if lora is not None:
-            lora = Lora(lora) if isinstance(lora, int) else lora
-            lora = Lora(lora.rank, lora.alpha, _targets(hf, lora.targets or PROJECTIONS))
+        _check(self.grid, self.pad, size, self.place)
+        lora = None if lora is None else _in_text_model(hf, lora)
         super().__init__(
             Emu3Net(hf, self.grid),
             lora=lora,
@@ -156,7 +149,7 @@ class Emu3(EncodedImagePolicy, KeepsWhole):
             **options,
         )
         factor = hf.model.vqmodel.vision_spatial_factor
-        self.media = MediaFormat((height * factor, width * factor))
+        self.media = MediaFormat((self.grid[0] * factor, self.grid[1] * factor))
         if lora is None:
             hf.model.vqmodel.requires_grad_(False)
 
@@ -226,6 +219,19 @@ def _ratio(ratio: str) -> str:
     if len(sides) != 2 or not all(side.isdecimal() and int(side) for side in sides):
         raise UserError(f"policy.emu3.ratio {ratio!r}: write width:height, such as 4:3")
     return ratio
+
+
+def _check(grid: tuple[int, int], pad: int | None, size: int, place: str) -> None:
+    if min(grid) < 1 or pad is None:
+        raise UserError(
+            f"policy.emu3.size {size} is smaller than a token, or {place} names no padding token"
+        )
+
+
+def _in_text_model(hf: Any, lora: Lora | int) -> Lora:
+    """Return adapters of these sizes, named as layers of the text model."""
+    lora = Lora(lora) if isinstance(lora, int) else lora
+    return Lora(lora.rank, lora.alpha, _targets(hf, lora.targets or PROJECTIONS))
 
 
 def _targets(hf: nn.Module, ends: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -55,13 +55,7 @@ class VAR(EncodedImagePolicy):
         number of first scales that samples share, as a tree (None: none). branches: how many share
         them; ``train.group_size`` is a multiple of it. dtype: of the transformer. guidance_scale:
         at the last scale, growing from 1 at the first; it is 1 + the published cfg."""
-        place = checkpoints.find(path)
-        file = place / "var.safetensors" if place.is_dir() else place
-        vae = vae or (str(place / "vae.safetensors") if place.is_dir() else None)
-        if vae is None:
-            raise UserError(
-                "policy.var.vae is missing: the VQ-VAE's checkpoint, vae_ch160v4096z32.pth"
-            )
+        file, vae = _files(checkpoints.find(path), vae)
         # what the published training script saves holds both
         published = checkpoints.read(file, ("trainer", "var_wo_ddp"))
         images = checkpoints.read(checkpoints.find(vae), ("trainer", "vae_local"))
@@ -70,13 +64,10 @@ class VAR(EncodedImagePolicy):
         # of other scales at 512 pixels
         images["quantize.ema_vocab_hit_SV"] = self.vae.quantize.ema_vocab_hit_SV
         checkpoints.load(self.vae, images, vae).requires_grad_(False)
-        net = checkpoints.load(VARNet(shape, self.vae.quantize), published, file).to(
-            torch_dtype(dtype)
-        )
+        net = checkpoints.load(VARNet(shape, self.vae.quantize), published, file)
+        net.to(torch_dtype(dtype))
         super().__init__(net, guidance_scale=guidance_scale, **options)
-        # [T] h w of every token
-        sizes = torch.tensor(net.turns).repeat_interleave(torch.tensor(net.turns)).float()
-        self.weight = None if not scale_alpha else sizes**-scale_alpha
+        self.weight = _of_scales(net.turns) ** -scale_alpha if scale_alpha else None
         if branch_at is not None and branch_at >= len(net.turns):
             raise UserError(
                 f"policy.var.branch_at {branch_at}: this model has {len(net.turns)} "
@@ -171,3 +162,18 @@ def shape_of(published: checkpoints.Published, file: str) -> Shape:
     depth = checkpoints.count(published, "blocks.{}.")
     shared = "blocks.0.ada_gss" in published
     return Shape(width, depth, heads, sides, vocab, latent, classes - 1, feed, shared)
+
+
+def _files(place: Path, vae: str | None) -> tuple[Path, str]:
+    """Return the checkpoints of the transformer and the VQ-VAE. UserError if that is missing."""
+    file = place / "var.safetensors" if place.is_dir() else place
+    vae = vae or (str(place / "vae.safetensors") if place.is_dir() else None)
+    if vae is None:
+        raise UserError("policy.var.vae is missing: the VQ-VAE's checkpoint, vae_ch160v4096z32.pth")
+    return file, vae
+
+
+def _of_scales(turns: Sequence[int]) -> Tensor:
+    """Return [T]: h w of every token's scale."""
+    sizes = torch.tensor(turns)
+    return sizes.repeat_interleave(sizes).float()

@@ -71,20 +71,19 @@ class JanusUnified(Passes, EvaluatesGreedily, Measures):
         self.tokens = max(text.max_new_tokens if text else 0 for text in (plan, answer))
         self.images = len(self.net.turns)
         self.stops = dict.fromkeys(("plan", "answer"), self.reader.stops)
-        banned = self.reader.suppressed
         self.lengths = []
         self.heads = {"image": Head(self, "", self.warp)}
+        banned = self.reader.suppressed
         if answer:
-            self.heads["answer"] = Head(
-                self, "text_", Warp(answer.temperature, answer.top_k, answer.top_p, banned)
-            )
+            self.heads["answer"] = self._text_head(answer, banned)
         if plan and plan.turn == "same":  # the image's start is the plan's end
             banned = tuple(token for token in banned if token != self.start)
             self.stops["plan"] = (*self.reader.stops, self.start)
         if plan:
-            self.heads["plan"] = Head(
-                self, "text_", Warp(plan.temperature, plan.top_k, plan.top_p, banned)
-            )
+            self.heads["plan"] = self._text_head(plan, banned)
+
+    def _text_head(self, text: Plan | Answer, banned: tuple[int, ...]) -> Head:
+        return Head(self, "text_", Warp(text.temperature, text.top_k, text.top_p, banned))
 
     @property
     def unsharded(self) -> list[nn.Module]:
