@@ -307,7 +307,7 @@ class FlowPolicy(FlowPasses, FollowsProcess, Branches, Replays, MeasuresPasses, 
     def _sample(
         self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan, path: Tensor
     ) -> Rollout:
-        """Sample the leaves of trees, one row of a span in a pass, and fill in ``path`` [B, S, *]."""
+        """Sample the leaves of trees, one row a span in a pass; fill in ``path`` [B, S, *]."""
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
         state = self._start(group[:: plan.spans[0]], row[:: plan.spans[0]], cond, rng)
         self._keep(path, plan, 0, state)
