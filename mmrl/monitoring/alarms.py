@@ -299,15 +299,15 @@ def unread(sampled: Sampled, rewards: Mapping[str, Reward]) -> dict[str, str]:
     answers. A few answers of every process are checked; a collective call."""
     from mmrl.core import distributed
 
-    asked_rewards = {n: r for n, r in rewards.items() if method_of(r, "status")}
-    if not isinstance(sampled.media, list) or not asked_rewards:
+    methods = {name: method_of(reward, "status") for name, reward in rewards.items()}
+    if not isinstance(sampled.media, list) or not any(methods.values()):
         return {}
     prompts = sampled.rollout.prompt_per_row()[:LOOKED_AT]
     pairs = [(text, p) for text, p in zip(sampled.media, prompts) if isinstance(text, str)]
     texts = [text for text, _ in pairs]
     unread_by = {}
-    for name, reward in asked_rewards.items():
-        states = reward.status(texts, [prompt for _, prompt in pairs])
+    for name, status in ((n, s) for n, s in methods.items() if s):
+        states = status(texts, [prompt for _, prompt in pairs])
         read = any(state != "unparseable" for state in states)
         if not distributed.any_of(read) and distributed.any_of(bool(states)):
             unread_by[name] = next(iter(texts), "")

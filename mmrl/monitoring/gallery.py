@@ -81,9 +81,9 @@ class Gallery:
     def _answers(self, texts: Sequence[str], prompt: Prompt) -> list[dict[str, Any]]:
         prompts = [prompt] * len(texts)
         known = {
-            name: reward.status(texts, prompts)
+            name: status(texts, prompts)
             for name, reward in self.rewards.items()
-            if method_of(reward, "status")
+            if (status := method_of(reward, "status"))
         }
         return [
             {

@@ -32,6 +32,10 @@ ATTENTION = (
     "attn.to_add_out",
 )
 
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+# of blocks with self-attention and cross-attention
+TWO_ATTENTIONS = tuple(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in PROJECTIONS)
+
 
 @dataclass(frozen=True)
 class Lora:

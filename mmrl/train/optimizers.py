@@ -81,18 +81,7 @@ def adamw_8bit(
     It is bitsandbytes' ``AdamW8bit``; parameters of fewer than ``min_8bit_size`` numbers keep
     moments in 32 bits.
     """
-    from mmrl.train.adamw_8bit import WholeAdamW8bit
-
-    make: Any = WholeAdamW8bit  # bitsandbytes has no types
-    built: torch.optim.Optimizer = make(
-        parameters,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        min_8bit_size=min_8bit_size,
-    )
-    return built
+    return _adamw_8bit(parameters, lr, weight_decay, betas, eps, min_8bit_size)
 
 
 @OPTIMIZERS.register("paged_adamw_8bit")
@@ -110,6 +99,19 @@ def paged_adamw_8bit(
 
     Dettmers et al. 2023, "QLoRA".
     """
+    paged = torch.cuda.is_available()  # a CPU has nothing to page out
+    return _adamw_8bit(parameters, lr, weight_decay, betas, eps, min_8bit_size, is_paged=paged)
+
+
+def _adamw_8bit(
+    parameters: Iterable[nn.Parameter],
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    min_8bit_size: int,
+    **options: bool,
+) -> torch.optim.Optimizer:
     from mmrl.train.adamw_8bit import WholeAdamW8bit
 
     make: Any = WholeAdamW8bit  # bitsandbytes has no types
@@ -120,7 +122,7 @@ def paged_adamw_8bit(
         eps=eps,
         weight_decay=weight_decay,
         min_8bit_size=min_8bit_size,
-        is_paged=torch.cuda.is_available(),  # a CPU has nothing to page out
+        **options,
     )
     return built
 

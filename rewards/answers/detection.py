@@ -154,6 +154,14 @@ MEASURES: dict[str, Callable[[Scene, float], float]] = {
 DEFAULTS = {"matched": 1e-9}  # IoU at which a pair counts, if not 0.5
 
 
+class OfBoxes(Verifiable):
+    """Base of rewards of answers that list boxes with labels and confidences."""
+
+    def ground_truth(self, prompt: Prompt) -> str:
+        right = true_boxes(prompt)
+        return write_boxes(right, prompt, true_labels(prompt, len(right)), confidence=1.0)
+
+
 @REWARDS.register("detection")
 @card(
     media="text",
@@ -162,7 +170,7 @@ DEFAULTS = {"matched": 1e-9}  # IoU at which a pair counts, if not 0.5
     high=1,
     source="Visual-RFT (arXiv:2503.01785), VLM-R1 (arXiv:2504.07615)",
 )
-class Detection(Verifiable):
+class Detection(OfBoxes):
     """Score labelled boxes: matched IoU, F1, mAP and the published forms. Both empty: 1; one empty:
     0.
 
@@ -198,10 +206,6 @@ class Detection(Verifiable):
             return Verdict(float(scene.iou.shape[0] == scene.iou.shape[1]), scene.status)
         return Verdict(float(np.clip(self.measure(scene, self.threshold), 0, 1)), scene.status)
 
-    def ground_truth(self, prompt: Prompt) -> str:
-        right = true_boxes(prompt)
-        return write_boxes(right, prompt, true_labels(prompt, len(right)), confidence=1.0)
-
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = true_boxes(prompt)
         labels = true_labels(prompt, len(right))
@@ -221,7 +225,7 @@ class Detection(Verifiable):
     high=1,
     source="after Visual-RFT (arXiv:2503.01785), confidence reward",
 )
-class Confidence(Verifiable):
+class Confidence(OfBoxes):
     """Score boxes with confidences properly: a wrong box of confidence 0 gains nothing.
 
     A box that matches (one to one, equal label, IoU >= threshold) with confidence c earns 1 - (1 -
@@ -269,10 +273,6 @@ class Confidence(Verifiable):
         right = {i for i, _ in geometry.take_in_order(scene.bare, order, 0.5)}
         c = scene.confidence
         return float(np.mean([c[i] if i in right else 1 - c[i] for i in range(len(c))]))
-
-    def ground_truth(self, prompt: Prompt) -> str:
-        right = true_boxes(prompt)
-        return write_boxes(right, prompt, true_labels(prompt, len(right)), confidence=1.0)
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = true_boxes(prompt)

@@ -29,6 +29,7 @@ from mmrl.policies.diffusion.frozen_cache import EncoderCache, Placement
 from mmrl.policies.diffusion.modular_folder import guidance_of, is_modular
 from mmrl.policies.diffusion.two_stages import ROWS
 from mmrl.policies.diffusion.video_rates import rate_of
+from mmrl.policies.lora import PROJECTIONS
 from mmrl.policies.quantization import Quantization, check_quantization, quantize
 from mmrl.zoo.models.any_pipeline import replay_consistency
 from mmrl.zoo.models.any_pipeline.replay import Replay
@@ -48,7 +49,6 @@ from samplers.processes import Flow
 LAYERS = ("attn", "attn1", "attn2", "attention")
 SOUND_LAYERS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 LISTED_LAYERS = tuple(f"attentions.{i}" for i in range(4))  # of a block of Kandinsky 2.2's UNet
-PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 KANDINSKY_LAYERS = tuple(  # of a block of Kandinsky 5
     f"{layer}.{name}"
     for layer in ("self_attention", "cross_attention")

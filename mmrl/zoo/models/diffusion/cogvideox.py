@@ -17,6 +17,7 @@ from mmrl.policies.diffusion import schedulers
 from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.pipeline_policy import vae_factor
 from mmrl.policies.diffusion.video_rates import rate_of
+from mmrl.policies.lora import PROJECTIONS
 from mmrl.zoo.models.diffusion.video_pipeline import VideoFolderPolicy
 from samplers.kernels import ddim
 from samplers.processes import Diffusion
@@ -35,7 +36,7 @@ class CogVideoX(VideoFolderPolicy):
     network = "CogVideoXTransformer3DModel"
     autoencoder = "AutoencoderKLCogVideoX"
     process: Diffusion
-    attention = tuple(f"attn1.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+    attention = tuple(f"attn1.{name}" for name in PROJECTIONS)
 
     def __init__(
         self,

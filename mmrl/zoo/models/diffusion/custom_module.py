@@ -23,12 +23,11 @@ from mmrl.policies.base import MediaFormat
 from mmrl.policies.contracts import EncodesMedia, Exports
 from mmrl.policies.diffusion.diffusers_folder import shift_of
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, demonstrated
-from mmrl.policies.lora import ATTENTION, merged
+from mmrl.policies.lora import ATTENTION, TWO_ATTENTIONS, merged
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.processes import Flow
 
-PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 Value = int | float | Sequence[float]
 
 
@@ -47,7 +46,7 @@ class Module(FlowPolicy, EncodesMedia, Exports):
     not_options = ()
     attention = (
         *ATTENTION,
-        *(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in PROJECTIONS),
+        *TWO_ATTENTIONS,
     )
 
     def __init__(

@@ -14,6 +14,7 @@ from mmrl.core.host import sent
 from mmrl.core.registry import POLICIES
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
 from mmrl.policies.diffusion.schedulers import own_spacing, stepwise
+from mmrl.policies.lora import ATTENTION
 
 
 @POLICIES.register("flux2")
@@ -25,17 +26,7 @@ class Flux2(FolderPolicy):
     autoencoder = "AutoencoderKLFlux2"
     # Blocks of one stream make queries, keys, values and the feed-forward's entry by one
     # projection.
-    attention = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "attn.to_qkv_mlp_proj",
-    )
+    attention = (*ATTENTION, "attn.to_qkv_mlp_proj")
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.core.registry import POLICIES
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.lora import TWO_ATTENTIONS
 
 
 @POLICIES.register("sana")
@@ -21,11 +22,7 @@ class Sana(FolderPolicy):
     pipeline = "SanaPipeline"
     network = "SanaTransformer2DModel"
     autoencoder = "AutoencoderDC"
-    attention = tuple(
-        f"{layer}.{name}"
-        for layer in ("attn1", "attn2")
-        for name in ("to_q", "to_k", "to_v", "to_out.0")
-    )
+    attention = TWO_ATTENTIONS
 
     def __init__(
         self,

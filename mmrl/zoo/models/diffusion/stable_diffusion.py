@@ -18,6 +18,7 @@ from mmrl.policies.demonstrations import middle_of
 from mmrl.policies.diffusion import schedulers
 from mmrl.policies.diffusion.flow_policy import Grid
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
+from mmrl.policies.lora import TWO_ATTENTIONS
 from samplers.kernels import ddim
 from samplers.noise import Rng
 from samplers.processes import Consistent, Diffusion
@@ -32,11 +33,7 @@ class UNetPolicy(FolderPolicy):
     scheduler_class = "DDIMScheduler"
     mended: ClassVar[dict[str, Any]] = {}  # settings of the scheduler that the pipeline changes
     process: Diffusion
-    attention = tuple(
-        f"{layer}.{name}"
-        for layer in ("attn1", "attn2")
-        for name in ("to_q", "to_k", "to_v", "to_out.0")
-    )
+    attention = TWO_ATTENTIONS
 
     def __init__(
         self,

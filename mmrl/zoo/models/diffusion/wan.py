@@ -20,7 +20,7 @@ from mmrl.core.registry import POLICIES
 from mmrl.core.sharding import shards, whole_blocks
 from mmrl.core.types import Query
 from mmrl.policies.diffusion import diffusers_folder
-from mmrl.policies.lora import adapters_of
+from mmrl.policies.lora import TWO_ATTENTIONS, adapters_of
 from mmrl.zoo.models.diffusion.video_pipeline import VideoFolderPolicy, standardised
 
 
@@ -92,11 +92,7 @@ class Wan(VideoFolderPolicy):
     pipeline = "WanPipeline"
     network = "WanTransformer3DModel"
     autoencoder = "AutoencoderKLWan"
-    attention = tuple(
-        f"{layer}.{name}"
-        for layer in ("attn1", "attn2")
-        for name in ("to_q", "to_k", "to_v", "to_out.0")
-    )
+    attention = TWO_ATTENTIONS
 
     def __init__(
         self,

@@ -24,16 +24,10 @@ from mmrl.policies.demonstrations import encoded, placed_rows
 from mmrl.policies.diffusion import diffusers_folder, prompt_lengths
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
 from mmrl.policies.image_tokens.attention import Kernel, available
-from mmrl.policies.lora import adapters_of
+from mmrl.policies.lora import TWO_ATTENTIONS, adapters_of
 from mmrl.policies.masked.policy import MaskedDiffusion
 from mmrl.zoo.models.masked import uvit
 from samplers.batching import chunks
-
-PROJECTIONS = tuple(
-    f"{attention}.{part}"
-    for attention in ("attn1", "attn2")
-    for part in ("to_q", "to_k", "to_v", "to_out.0")
-)
 
 
 @POLICIES.register("amused")
@@ -41,7 +35,7 @@ class Amused(MaskedDiffusion, EncodesMedia, Exports):
     """Trains aMUSEd from a folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, CLIP)."""
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="image")
-    attention = PROJECTIONS
+    attention = TWO_ATTENTIONS
     net: Any  # a UVit2DModel of diffusers
 
     def __init__(
