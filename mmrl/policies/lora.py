@@ -18,9 +18,9 @@ from mmrl.core.errors import UserError
 ALL_LINEAR = "all-linear"  # in peft, every linear layer but the head
 ADAPTER = "default"  # peft's name of the adapter
 ADAPTER_FILE = "adapter_model.safetensors"
-# Attention projections of diffusers' transformers; a family may offer its own list. where it is
-# installed, peft and diffusers import it, and it warns of a kernel that is not needed
+# peft and diffusers import bitsandbytes if it is there; it warns of a kernel that is not needed
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# attention projections of diffusers' transformers; a family may offer its own list
 ATTENTION = (
     "attn.to_q",
     "attn.to_k",

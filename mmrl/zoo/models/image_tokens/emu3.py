@@ -137,7 +137,8 @@ class Emu3(EncodedImagePolicy, KeepsWhole):
         self.shape = {"ratio": _ratio(ratio), "image_area": size * size}
         encoding = self._ids(negative)
         self.negative = encoding["input_ids"]
-        self.grid: tuple[int, int] = tuple(int(n) for n in encoding["image_sizes"][0])
+        height, width = encoding["image_sizes"][0]
+        self.grid = (int(height), int(width))
         self.pad = self.processor.tokenizer.pad_token_id
         _check(self.grid, self.pad, size, self.place)
         lora = None if lora is None else _in_text_model(hf, lora)
