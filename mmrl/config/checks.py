@@ -180,6 +180,7 @@ def _unfit_sizes(
         yield entries["objective"].place.say(why)
     yield from indivisible(config, built, processes)
     unfit = [*unsupported_options(built, entries["policy"].entry if "policy" in entries else None)]
+    unfit += effects.clashing(built)
     if "objective" in entries:
         policy = entries["policy"].entry if "policy" in entries else None
         unfit += unfit_for_data(built, objective or entries["objective"].entry, policy)

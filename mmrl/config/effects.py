@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -108,6 +109,24 @@ def unsupported(train: TrainOptions, policy: Any) -> Iterator[str]:
             yield f"train.{each.key}{option and f'.{option}'}: {why}"
 
 
+def clashing(train: TrainOptions) -> Iterator[str]:
+    """List stages whose states would have one place in a checkpoint."""
+    stages = ((each.stage, each.options) for each in asked(train) if each.stage)
+    return saved_twice(made if type(made) is kind else kind for kind, made in stages)
+
+
+def saved_twice(stages: Iterable[Any]) -> Iterator[str]:
+    """List names of checkpoints' parts under which several stages (classes or objects) save."""
+    names = Counter(stage.saved_as for stage in stages if stage.saved_as)
+    for name, count in names.items():
+        if count > 1:
+            yield (
+                f"train.stages: {count} stages of this run keep their state in a checkpoint as "
+                f"{name!r}, so that only one would be saved: name a stage once, and give one of "
+                f"your own another saved_as"
+            )
+
+
 def idle(train: TrainOptions, why: str) -> Iterator[str]:
     """List what has no effect if answers come from the data; ``why``: what is missing."""
     for key in _that(train, lambda effects: effects.idle_without_samples):
@@ -165,7 +184,7 @@ def unsuited_to_workers(train: TrainOptions, ahead: bool) -> Iterator[str]:
         elsewhere = each.effects.changes_sampling
         if elsewhere or (ahead and each.effects.looks_at_samples):
             where = "elsewhere" if elsewhere else "ahead (ray.staleness)"
-            yield f"train.{each.key}: it cannot be had with sampling {where}: leave one of them out"
+            yield f"train.{each.key}: it does not work with sampling {where}: leave one of them out"
 
 
 def unsuited_to_sizes(train: TrainOptions, sizes: int) -> Iterator[str]:
@@ -173,7 +192,7 @@ def unsuited_to_sizes(train: TrainOptions, sizes: int) -> Iterator[str]:
     for key in _that(train, lambda effects: effects.returns_rows):
         yield (
             f"train.{key}: the rows of data have {sizes} sizes, and remembered samples of one "
-            "size do not fit beside those of another; leave it out, or give rows of one size"
+            "size do not fit into batches of another; leave it out, or give rows of one size"
         )
 
 

@@ -65,7 +65,7 @@ def unfit_for_preferences(
         )
     can = capabilities_of(policy)
     if can is not None and not Demonstrates.kept_by(policy):
-        yield "train.preferences: this policy takes no answers of others: it has no demonstrate"
+        yield "train.preferences: this policy takes no demonstrations: it has no demonstrate"
     if not objective.requires.offline:
         yield (
             "train.preferences: the objective learns from what the policy samples itself; choose "

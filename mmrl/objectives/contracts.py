@@ -174,7 +174,7 @@ def undeclared(objective: Objective) -> str | None:
         useless = [name for name in methods if hasattr(objective, name)]
         if useless and not isinstance(objective, contract):
             return (
-                f"{type(objective).__name__} has {min(useless)}, which nobody calls: derive it "
+                f"{type(objective).__name__} has {min(useless)}, which is never called: derive it "
                 f"from mmrl.objectives.contracts.{contract.__name__}"
             )
     return None

@@ -78,7 +78,7 @@ class PolicyGradient(Composed, Couples):
             raise UserError(why)
         if self.requires.single_paths and rollout.edge_id is not None:
             raise UserError(
-                "the objective looks at whole samples, which share the steps of a tree: leave out "
+                "the objective compares whole samples, which share the steps of a tree: leave out "
                 "the policy's option tree, or choose ppo, cispo, sapo, spo or reinforce, without "
                 "off_policy and with importance_sampling of level token"
             )

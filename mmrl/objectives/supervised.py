@@ -95,7 +95,7 @@ class SFT(Supervised):
         if can is None:
             return
         if not Demonstrates.kept_by(policy):
-            yield "field", "this policy takes no answers of others"
+            yield "field", "this policy takes no demonstrations"
         for option in ("template", "thought_dropout"):
             if getattr(self, option) and can.makes in ("image", "video"):
                 yield option, f"it is for answers in text, and this policy makes {can.makes}s"

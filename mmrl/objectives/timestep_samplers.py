@@ -41,8 +41,7 @@ def steps(
     """
     if grid is None:
         raise UserError(
-            "only flow and diffusion models have a sampler's grid, whose times this "
-            "objective looks at"
+            "only flow and diffusion models have a sampler's grid, whose times this objective uses"
         )
     last = int((grid.shape[1] - 1) * share + 1e-9)
     if not 0 <= skip < last:

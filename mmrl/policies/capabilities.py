@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 NOISELESS = (  # of an objective, and of a policy whose sampler draws no noise
-    "looks at steps with noise, of which this policy has none: give it a stochastic sde_type and a "
+    "needs steps with noise, of which this policy has none: give it a stochastic sde_type and a "
     "noise_level above 0 (sde_type: flow_sde, noise_level: 0.7), more steps where the last has no "
     "noise (of a pipeline with a strength, raise that) or another noise_window, or take an "
     "objective of finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"

@@ -100,7 +100,7 @@ class ReadsPrompts(Replays):
 class Demonstrates(Policy, Contract):
     """Takes external answers, such as demonstrations."""
 
-    lack = "takes no answers of others"
+    lack = "takes no demonstrations"
     _clips_said: bool = False  # it was logged how clips are read
 
     @abstractmethod

@@ -65,7 +65,7 @@ def misfits(policy: Policy, teacher: dict[str, Any]) -> Iterator[str]:
         return
     sentences = {
         "size": "it makes pictures of (height, width) {its}, the policy {ours}",
-        "frames": "it makes videos of so many frames: {its}, the policy {ours}",
+        "frames": "its videos have {its} frames, the policy's {ours}",
         "latents": "its latent space is {its}, the policy's {ours}",
         "vocabulary": "its vocabulary is {its}, the policy's {ours}",
     }

@@ -8,7 +8,6 @@ of ``train.stages``.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -157,7 +156,7 @@ class KnowsPrompts(Stage):
 def stages_of(setup: Setup) -> list[Stage]:
     """Make all registered stages that the options ask for, and those of ``train.stages``, new for
     each trainer. Raises UserError for what the policy cannot do."""
-    from mmrl.config.effects import unsupported
+    from mmrl.config.effects import saved_twice, unsupported
 
     load_built_in()  # a program that makes its trainer itself may have imported none
     for why in unsupported(setup.options, setup.policy):
@@ -169,13 +168,8 @@ def stages_of(setup: Setup) -> list[Stage]:
         stage.setup(setup)
     place = {kind: i for i, kind in enumerate(kinds) if kind.__module__.startswith("mmrl.")}
     every = sorted([*built, *named], key=lambda stage: place.get(type(stage), len(kinds)))
-    for name, count in Counter(stage.saved_as for stage in every if stage.saved_as).items():
-        if count > 1:
-            raise UserError(
-                f"train.stages: {count} stages of this run keep their state in a checkpoint as "
-                f"{name!r}, so that only one would be saved: name a stage once, and give one of "
-                f"your own another saved_as"
-            )
+    for why in saved_twice(every):
+        raise UserError(why)
     return every
 
 

@@ -119,7 +119,7 @@ def test_options_of_workers_belong_to_a_place():
         (["ray.rollout_workers=1", "ray.staleness=1"], "importance_sampling, such as"),
         (
             ["ray.rollout_workers=1", "ray.staleness=1", "train.dynamic_sampling_rounds=1"],
-            "train.dynamic_sampling_rounds: it cannot be had with sampling ahead",
+            "train.dynamic_sampling_rounds: it does not work with sampling ahead",
         ),
         (["ray.rollout_workers=1"], ""),
         (

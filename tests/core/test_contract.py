@@ -450,7 +450,7 @@ def test_an_objective_has_no_method_that_nobody_calls():
             pass
 
     assert not [n for n in OBJECTIVES if undeclared(made("objectives", n)) is not None]
-    assert "has start_epoch, which nobody calls: derive it from" in undeclared(Counting())
+    assert "has start_epoch, which is never called: derive it from" in undeclared(Counting())
     kept = [kind for kind in CONTRACTS if any(issubclass(o, kind) for o in OBJECTIVES.values())]
     assert kept == list(CONTRACTS)
 

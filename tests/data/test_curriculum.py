@@ -179,6 +179,15 @@ def test_a_resumed_replay_goes_on_the_same(files):
     assert sum(a != b for a, b in zip(batch(one, 4, 1, 0), batch(replay(files), 4, 1, 0))) == 2
 
 
+def test_a_state_of_an_earlier_version_is_refused(files):
+    """Hints had the state of what they modify as their own."""
+    inner = {"replay": {"of": files["words"], "share": 0.5}}
+    one = build({"hints": {"of": inner, "field": "text"}}, DATA).train
+    with pytest.raises(UserError, match="earlier version, .* [(]waiting[)] .* start: FOLDER"):
+        one.load_state_dict(one.state_dict()["inner"])
+    one.load_state_dict({})  # of a run without hints
+
+
 def test_the_memory_forgets_the_oldest(files):
     one = replay(files, size=3)
     one.learn([Outcome(entry, 0.0, True) for entry in range(5)])

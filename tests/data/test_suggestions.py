@@ -87,7 +87,7 @@ def test_hints_wait_until_the_kl_to_the_behaviour_policy_drops():
         again.load_state_dict(json.loads(json.dumps(data.state_dict())))
         assert texts(again, iteration) == texts(data, iteration)
         data = again
-    with pytest.raises(UserError, match="kl_drop looks at the KL to the behaviour policy"):
+    with pytest.raises(UserError, match="kl_drop follows the KL to the behaviour policy"):
         data.see_update({})
 
 

@@ -578,7 +578,7 @@ def test_denoising_errors_need_no_noise_on_the_path_and_no_tokens(tmp_path):
         WHOLE.format(policy="sd3", reward="digits", objective="{gvpo: {num_noise_draws: 2}}")
     )
     read(tmp_path / "run.yaml", ["policy.sd3.sde_type=ode"])
-    with pytest.raises(UserError, match="looks at steps with noise"):
+    with pytest.raises(UserError, match="needs steps with noise"):
         read(tmp_path / "run.yaml", ["policy.sd3.sde_type=ode", "objective=gvpo"])
     (tmp_path / "run.yaml").write_text(
         WHOLE.format(policy="vlm", reward="count", objective="{gvpo: {num_noise_draws: 2}}")

@@ -177,7 +177,7 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
             continue
         read(tmp_path / "run.yaml", [])
         with pytest.raises(
-            UserError, match="run.yaml:6.*looks at steps with noise, of which this policy has none"
+            UserError, match="run.yaml:6.*needs steps with noise, of which this policy has none"
         ):
             read(tmp_path / "run.yaml", [silent])
     flow = {name for name, entry in OBJECTIVES.items() if not unsuited(entry, POLICIES["sd3"])}

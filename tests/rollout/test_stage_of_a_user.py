@@ -37,7 +37,7 @@ REFUSED = {
     "train.stages.partial_rollout leaves some to the next: leave one of them out",
     "gradient of the reward": "this objective draws the noise of every path again, by the names "
     "that rows have now; leave it out, or choose policy_gradient",
-    "Ray ahead": "it cannot be had with sampling ahead (ray.staleness): leave one of them out",
+    "Ray ahead": "it does not work with sampling ahead (ray.staleness): leave one of them out",
 }
 
 
@@ -65,7 +65,7 @@ def test_what_another_declares_is_refused_elsewhere(stage, monkeypatch):
     monkeypatch.setattr(stage, "effects", other)
     plain = SITUATIONS["Ray elsewhere"]
     (why,) = problems(plain | {"train": SIZES | {"stages": ["best_so_far"]}})
-    assert why == f"{KEY}: it cannot be had with sampling elsewhere: leave one of them out"
+    assert why == f"{KEY}: it does not work with sampling elsewhere: leave one of them out"
 
 
 def test_what_a_policy_lacks_is_said_before_it_is_built(stage, monkeypatch):

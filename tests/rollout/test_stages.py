@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 import torch
 
+from mmrl import config
 from mmrl.advantages import dr_grpo
 from mmrl.config.options import TrainOptions
 from mmrl.core import registry
@@ -22,6 +23,7 @@ from mmrl.train.trainer import Trainer
 from mmrl.zoo.advantages import GCPO
 from mmrl.zoo.curricula.suggestions import Forms
 from tests.fixtures import toys
+from tests.fixtures.programs import ROOT
 from tests.train.test_trainer import make_trainer
 
 registry.load_built_in()
@@ -133,6 +135,14 @@ def test_a_checkpoint_from_before_stages_had_their_place_is_refused(registered):
 def test_two_stages_of_one_name_in_a_checkpoint_are_refused(registered):
     with pytest.raises(UserError, match="2 stages .* in a checkpoint as 'recorder', .* name a"):
         make_trainer(stages=(Recorder(),))
+
+
+def test_two_stages_of_one_state_are_refused_with_the_configuration():
+    written = config.load(
+        ROOT / "configs/digits/flow_grpo.yaml", ["train.stages=[replay_buffer, replay_buffer]"]
+    )
+    with pytest.raises(UserError, match="flow_grpo.yaml.* 2 stages of this run keep their state"):
+        config.check(written)
 
 
 def test_a_plain_run_has_no_stage_and_each_option_brings_its_own():

@@ -166,7 +166,7 @@ class Shaping(Term):
 
     of = "tokens"
     instead: ClassVar = {
-        "shaping": "the steps that lead to somebody else's picture are not known: leave it out"
+        "shaping": "the steps that lead to an external picture are not known: leave it out"
     }
 
     def unfit(self, policy: Any, loss: PolicyLoss, coupled: bool) -> Iterator[tuple[str, str]]:

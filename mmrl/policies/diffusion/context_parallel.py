@@ -79,7 +79,7 @@ def _split(net: Any, mesh: Any, ulysses_degree: int, ring_degree: int) -> None:
     if heads % ulysses_degree:
         raise UserError(
             f"train.context_parallel.ulysses_degree {ulysses_degree}: the {heads} attention heads "
-            f"of {type(net).__name__} cannot be shared by so many processes; use a divisor of "
+            f"of {type(net).__name__} cannot be divided among as many processes; use a divisor of "
             f"{heads}"
         )
     config = ParallelConfig(

@@ -253,7 +253,7 @@ class PVPO:
         written = rollout.provenance.is_ground_truth
         if self.offline and written is None:
             raise UserError(
-                "pvpo: offline: true trains on answers of others alone; add demonstrations to "
+                "pvpo: offline: true trains on demonstrations alone; add demonstrations to "
                 "train.stages"
             )
         return groups.present & written if self.offline and written is not None else groups.present

@@ -39,7 +39,7 @@ def self_certainty(rollout: Rollout) -> Tensor:
     )
     if recorded is None:
         raise UserError(
-            "the advantage looks at 'self_certainty', which this policy does not record; set "
+            "the advantage needs 'self_certainty', which this policy does not record; set "
             "policy.record_self_certainty if it has that option, or take surprisal"
         )
     mask = path_mask(rollout)

@@ -17,6 +17,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA
 from mmrl.core.types import Copies, Prompt
 from mmrl.data.base import Curriculum, Outcome, as_curriculum, batch
@@ -106,10 +107,19 @@ class Around(Curriculum):
         return memory | {"inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the memory; an empty state, of a run without this curriculum, leaves it empty.
+        UserError for a state of other parts."""
+        if not state:
+            return
+        if changed := state.keys() ^ self.state_dict().keys():
+            raise UserError(
+                f"the checkpoint is of an earlier version, which kept the memory of the data "
+                f"({', '.join(sorted(changed))}) elsewhere: export its weights and begin a new run "
+                f"with start: FOLDER"
+            )
         for name, read in self.memory.items():
-            if name in state:
-                setattr(self, name, read(state[name]))
-        self.inner.load_state_dict(state.get("inner", {}))
+            setattr(self, name, read(state[name]))
+        self.inner.load_state_dict(state["inner"])
 
 
 class Counted(Around):

@@ -120,7 +120,7 @@ def read_curves(path: Path, prompts: Sequence[Prompt]) -> dict[int, list[list[fl
         if texts.get(entry) != text:
             raise UserError(
                 f"{path}:{number}: prompt {entry} was {text!r} when it was recorded; use the same "
-                f"data source, or record it anew"
+                f"data source, or record it again"
             )
         visits.setdefault(entry, {})[iteration] = rewards
     return {entry: [by[at] for at in sorted(by) if by[at]] for entry, by in visits.items()}

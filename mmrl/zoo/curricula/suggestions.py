@@ -76,7 +76,7 @@ class Suggestions(Counted):
             return
         if "kl_behavior" not in metrics:
             raise UserError(
-                "suggestions: kl_drop looks at the KL to the behaviour policy, which this "
+                "suggestions: kl_drop follows the KL to the behaviour policy, which this "
                 "objective does not measure; choose policy_gradient, or leave it out"
             )
         now = metrics["kl_behavior"]

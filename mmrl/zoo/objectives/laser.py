@@ -47,7 +47,9 @@ class Answers:
         return self.dist.entropy()[:, :-1]
 
     def kl(self, reference: Any, by: Divergence = REVERSE) -> Tensor:
-        raise UserError("objective laser: kl has no exact form beside the last token; use form: k3")
+        raise UserError(
+            "objective laser: kl has an exact form for the last token only; use form: k3"
+        )
 
 
 @OBJECTIVES.register("laser")
@@ -92,7 +94,7 @@ class LaSeR(PolicyGradient):
     def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
         yield from super().unfit(policy)
         if self.term(KLPenalty).options.form == "exact":
-            yield "kl", "it has no exact form beside the last token; use form: k3"
+            yield "kl", "it has an exact form for the last token only; use form: k3"
         judges = isinstance(policy, ScoresItself) and policy.self_score_id is not None
         if not isinstance(policy, type) and not judges:
             yield (

@@ -40,7 +40,7 @@ class GroundTruth(Stage):
     @classmethod
     def unfit(cls, options: Any, policy: Any) -> Iterator[tuple[str, str]]:
         if not policy.capabilities.ground_truth:
-            yield "", f"{called(policy)} takes no answers of others; it is for vlm"
+            yield "", f"{called(policy)} takes no demonstrations; it is for vlm"
 
     def context(self, context: RolloutContext) -> RolloutContext:
         return replace(context, ground_truth=self.write)

@@ -65,7 +65,7 @@ class Demonstrated(KnowsPrompts):
     @classmethod
     def unfit(cls, options: Demonstrated, policy: Any) -> Iterator[tuple[str, str]]:
         if not Demonstrates.kept_by(policy):
-            yield "", f"{called(policy)} takes no answers of others: it has no demonstrate"
+            yield "", f"{called(policy)} takes no demonstrations: it has no demonstrate"
 
     def setup(self, setup: Setup) -> None:
         self.run = setup

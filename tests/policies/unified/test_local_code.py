@@ -125,7 +125,7 @@ def test_answers_of_others_are_learnt_where_their_order_is_a_sampler_s():
     for point in policy.path(rollout):
         logp = policy.dist(point).log_prob(point.target)
         torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
-    with pytest.raises(UserError, match="takes no answers of others"):
+    with pytest.raises(UserError, match="takes no demonstrations"):
         Demonstrates.of(flow())
 
 

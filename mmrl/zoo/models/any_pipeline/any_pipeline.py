@@ -321,7 +321,7 @@ class AnyPipeline(ReplayedPolicy, EncodesMedia, Compiles, Exports):
             return None
         if self.replay.states.count < 2:
             raise UserError(
-                f"policy option sound_share: {self.pipeline} makes no sound beside its video; "
+                f"policy option sound_share: {self.pipeline} makes no sound with its video; "
                 "leave it out"
             )
         if self.logprob_reduction == "sum":

@@ -110,8 +110,8 @@ class SeveralTimes(Flow):
 
     def _refuse(self) -> NoReturn:
         raise UserError(
-            f"{self.pipeline} has video and sound at different times, and this objective looks at "
-            "samples of a single one; use an objective that looks at steps, such as "
+            f"{self.pipeline} has video and sound at different times, and this objective needs "
+            "samples of a single one; use an objective of the sampler's steps, such as "
             "policy_gradient"
         )
 

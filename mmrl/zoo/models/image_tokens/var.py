@@ -98,7 +98,7 @@ class VAR(EncodedImagePolicy):
     ) -> Rollout:
         if context.drafts and self.branch_at is not None:
             raise UserError(
-                "train.stages.speculative: samples that share scales begin anew; leave out "
+                "train.stages.speculative: samples that share scales start over; leave out "
                 "policy.var.branch_at"
             )
         for size in per_prompt(copies, 1):
