@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.hub import check_repository
-from mmrl.core.libraries import library_class
 from mmrl.core.pretrained import load_model as load_network
 from mmrl.core.pretrained import load_processor as load_without_weights
 from mmrl.core.registry import locate
@@ -49,8 +48,9 @@ def load_model(
     Raises:
         UserError: no such folder, no network, a folder of another kind of model.
     """
+    import transformers
 
-    return load_class(library_class("transformers", kind), path, device, dtype, unread)
+    return load_class(getattr(transformers, kind), path, device, dtype, unread)
 
 
 def load_class(
@@ -79,10 +79,11 @@ def load_class(
 def load_processor(kind: str, path: str, **options: Any) -> Any:
     """Load ``transformers.<kind>.from_pretrained(path)``: a tokenizer, an image processor or both
     in one."""
+    import transformers
 
     place = place_of(path)
     try:
-        return load_without_weights(library_class("transformers", kind), place, **options)
+        return load_without_weights(getattr(transformers, kind), place, **options)
     except UserError as error:
         raise UserError(missing(kind, place, error)) from error
 

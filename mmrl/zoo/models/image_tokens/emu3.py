@@ -137,10 +137,8 @@ class Emu3(EncodedImagePolicy, KeepsWhole):
         self.shape = {"ratio": _ratio(ratio), "image_area": size * size}
         encoding = self._ids(negative)
         self.negative = encoding["input_ids"]
-        height, width = encoding["image_sizes"][0]
-        self.grid = (int(height), int(width))
         self.pad = self.processor.tokenizer.pad_token_id
-        _check(self.grid, self.pad, size, self.place)
+        self.grid = _grid(encoding, self.pad, size, self.place)
         lora = None if lora is None else _in_text_model(hf, lora)
         super().__init__(
             Emu3Net(hf, self.grid),
@@ -222,11 +220,13 @@ def _ratio(ratio: str) -> str:
     return ratio
 
 
-def _check(grid: tuple[int, int], pad: int | None, size: int, place: str) -> None:
-    if min(grid) < 1 or pad is None:
+def _grid(encoding: Any, pad: int | None, size: int, place: str) -> tuple[int, int]:
+    height, width = (int(n) for n in encoding["image_sizes"][0])
+    if min(height, width) < 1 or pad is None:
         raise UserError(
             f"policy.emu3.size {size} is smaller than a token, or {place} names no padding token"
         )
+    return height, width
 
 
 def _in_text_model(hf: Any, lora: Lora | int) -> Lora:
