@@ -67,7 +67,8 @@ class VisionEncoder(Encoder):
     def __call__(self, media: Media, prompts: list[Prompt]) -> Tensor:
         stack = frames(cast(Tensor, media), NAME)
         rows = [self.pictures(part) for part in stack.flatten(0, 1).split(self.batch_size)]
-        return torch.cat(rows).unflatten(0, stack.shape[:2]).mean(1)
+        embeddings: Tensor = torch.cat(rows).unflatten(0, stack.shape[:2]).mean(1)
+        return embeddings
 
     def pictures(self, part: Tensor) -> Tensor:
         """Embed [N, 3, H, W] in 0..1 -> [N, E]; NaN for a picture that is not finite."""
