@@ -141,7 +141,7 @@ def test_two_stages_of_one_state_are_refused_with_the_configuration():
     written = config.load(
         ROOT / "configs/digits/flow_grpo.yaml", ["train.stages=[replay_buffer, replay_buffer]"]
     )
-    with pytest.raises(UserError, match="flow_grpo.yaml.* 2 stages of this run keep their state"):
+    with pytest.raises(UserError, match="train.stages: 2 stages of this run keep their state"):
         config.check(written)
 
 
