@@ -30,11 +30,11 @@ def examples():
         within = coarse if each.space in ("0 to 100",) or "grid" in each.space else 1.0
         for text, read, want in ((each.box, boxes, BOX), (each.point, points, POINT)):
             if text:
-                yield pytest.param(text, read, want, within, id=text[:40])
+                yield text, read, want, within
 
 
 def test_an_example_of_the_table_reads_as_its_shape(subtests):
-    for text, read, want, within in [*examples()]:
+    for text, read, want, within in examples():
         with subtests.test(text=text, read=read):
             for written in (text, f"<answer>{text}</answer>", f"<think>{text} or</think>\n{text}"):
                 parsed = read(written)
