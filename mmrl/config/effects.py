@@ -111,8 +111,8 @@ def unsupported(train: TrainOptions, policy: Any) -> Iterator[str]:
 
 def clashing(train: TrainOptions) -> Iterator[str]:
     """List stages whose states would have one place in a checkpoint."""
-    stages = ((each.stage, each.options) for each in asked(train) if each.stage)
-    return saved_twice(made if type(made) is kind else kind for kind, made in stages)
+    parts = ((each.stage, each.options) for each in asked(train) if each.stage)
+    return saved_twice(value if type(value) is kind else kind for kind, value in parts)
 
 
 def saved_twice(stages: Iterable[Any]) -> Iterator[str]:

@@ -454,7 +454,7 @@ def test_options_for_other_models_are_refused():
     assert dict(SFT(weighting="min_snr").unfit(text)).keys() == {"weighting"}
     assert not dict(SFT(train_on="answer", thought_dropout=0.5).unfit(text))
     nobody = toys.make("flow")
-    assert "takes no answers" in dict(SFT().unfit(nobody))["field"]
+    assert "takes no demonstrations" in dict(SFT().unfit(nobody))["field"]
     with pytest.raises(UserError, match="^ToyFlow takes no demonstrations"):
         Demonstrates.of(nobody)
 
