@@ -155,7 +155,9 @@ def test_a_plain_run_has_no_stage_and_each_option_brings_its_own():
     assert names() == []
     assert names(dynamic_sampling_rounds=1) == ["DynamicSampling"]
     assert names(max_new_tokens_schedule=((0, 3),)) == ["LengthLimit"]
-    with pytest.raises(UserError, match="train.ground_truth_rollout: ToyLimited takes no demonstrations"):
+    with pytest.raises(
+        UserError, match="train.ground_truth_rollout: ToyLimited takes no demonstrations"
+    ):
         names(ground_truth_rollout="answer")
 
 

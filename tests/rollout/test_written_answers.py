@@ -150,7 +150,9 @@ def test_what_is_wrong_with_a_file_is_told_by_its_line(tmp_path):
         Demonstrated()
     with pytest.raises(UserError, match="has no answer to any prompt of the data"):
         stage_of(Taught(), toys.prompts(1), path=lines(path, {"prompt": "p", "answer": "x"}))
-    with pytest.raises(UserError, match="train.stages.demonstrations: ToyFlow takes no demonstrations"):
+    with pytest.raises(
+        UserError, match="train.stages.demonstrations: ToyFlow takes no demonstrations"
+    ):
         stage_of(toys.ToyFlow(), toys.prompts(1), field="expert")
     (answer,) = of_field("expert")({"expert": "x"})
     assert answer.media() == "x" and of_field("expert")({}) == ()
