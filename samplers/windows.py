@@ -41,7 +41,10 @@ def between_steps(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
 def window(
     steps: int, iteration: int = 0, rng: Rng = FIXED, *, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """Makes the steps start to stop - 1 stochastic, always; negative numbers count from the end."""
+    """Makes the steps start to stop - 1 stochastic, always; negative numbers count from the end.
+
+    start, stop: the first step, and the one after the last; null: the end.
+    """
     first, last = _bounds(steps, start, stop)
     return _between(steps, first, last)
 
@@ -60,6 +63,8 @@ def random_window(
     Flow-GRPO-Fast (2 inside the first 10) and MixGRPO's random strategy. The published code of the
     former draws another window on every process; here all agree, so that the number of processes
     has no effect.
+
+    size: number of steps. start, stop: the first step, and the one after the last; null: the end.
     """
     first, last = _room(steps, size, start, stop)
     place = int(rng.uniform(torch.zeros(1)) * (last - first - size + 1))
@@ -75,7 +80,11 @@ def random_steps(
     start: int = 0,
     stop: int | None = -1,
 ) -> Tensor:
-    """Picks ``size`` random steps, not adjacent, inside start to stop - 1 (Flow-Factory, UniRL)."""
+    """Picks ``size`` random steps, not adjacent, inside start to stop - 1 (Flow-Factory, UniRL).
+
+    size: number of steps. start, stop: the first step, and the one after the last; negative: from
+    the end.
+    """
     first, last = _room(steps, size, start, stop)
     chosen = torch.zeros(steps, dtype=torch.bool)
     chosen[first + rng.permutation(last - first)[:size]] = True
@@ -99,6 +108,9 @@ def progressive(
     stay there. The published code lets the window shrink at the end and stay empty, untrained, for
     ``every`` iterations; this one keeps its size. ``stride`` equal to ``size`` is the variant
     without overlap.
+
+    size: steps of the window. every: iterations at a place. stride: steps that it moves by. stop:
+    its end at the last place.
     """
     return _sliding(steps, iteration, size, stride, stop, again, lambda place, last: every)
 
@@ -116,7 +128,12 @@ def decay(
     again: bool = True,
 ) -> Tensor:
     """Moves a window that stays ``longest`` iterations at the first place, ``shortest`` at the
-    last."""
+    last.
+
+    size: steps of the window. longest, shortest: iterations at the first and at the last place.
+    stride: steps that it moves by. stop: its end at the last place. again: start from noise again
+    after it.
+    """
 
     def stay(place: int, last: int) -> int:
         share = place / last
@@ -139,7 +156,12 @@ def exp_decay(
     again: bool = True,
 ) -> Tensor:
     """Moves a window that stays every * exp(-rate (place - after)) iterations beyond place
-    ``after``."""
+    ``after``.
+
+    size: steps of the window. every: iterations at a place. rate: of the decay. after: the place
+    from which on it stays shorter. stride: steps that it moves by. stop: its end at the last place.
+    again: start from noise again after it.
+    """
 
     def stay(place: int, last: int) -> int:
         return math.ceil(every * math.exp(-rate * max(0, place - after)))

@@ -46,6 +46,9 @@ def group(
     or of the others alone (leave one out: n / (n - 1) times the advantage; 0 in a group of one).
     zero_variance_groups: a group of equal rewards has advantage 0, or is dropped. best_of: train on
     the n/2 best and n/2 worst of each group only.
+
+    ddof: of the std: 0 population, 1 sample. eps_mode: eps is added to the std, a lower bound of
+    it, or added to the variance.
     """
     if eps < 0:
         raise UserError(f"advantage: eps must not be negative, it is {eps}")

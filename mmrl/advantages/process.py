@@ -82,6 +82,8 @@ def process(rewards: Rewards | Tensor, rollout: Rollout, *, eps: float = 1e-4) -
     GRPO with process supervision (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.3).
     Rewards of whole samples are normalised in their group and count at every step. Several are
     added with their weights first.
+
+    eps: added to the std.
     """
     rewards = named(rewards)
     outcome = Rewards(

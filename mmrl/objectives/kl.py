@@ -78,20 +78,23 @@ class KL:
     reweigh: the reference of a forward KL counts as ref e^(A / reweigh) at every decision (RAPO's
     reweighted reference, our reading).
 
-    start, over: the weight goes from start to weight in ``over`` iterations, by ``schedule``:
-    linearly, on half a cosine, or by decay: the remaining difference shrinks by a constant factor
-    an iteration to a hundredth, then to 0, as the epsilon of an epsilon-greedy policy does
-    (dynamic KL, GRPO-D of OThink-MR1, Liu et al. 2025: our reading). target: the KL a decision (of
-    ``where: reward``, a sample) that is held: after every iteration the weight is multiplied by 1 +
-    rate clip(KL / target - 1, -0.2, 0.2) (Ziegler et al. 2019). refresh: the reference follows the
-    policy. uncertainty: name of a reward, say a variance over an ensemble's members, by which each
-    sample's KL in the reward is multiplied (uncertainty-aware RLHF, Banerjee and Gopalan 2024).
-    previous: share of the weight that holds the policy to its weights before the iteration's
-    update, instead of to the reference: the KL-convex constraint of ReMix (Liang et al. 2025),
-    (1 - previous) KL(ref) + previous KL(old).
+    start, over: the weight goes from start to weight in ``over`` iterations. schedule: linearly, on
+    half a cosine, or by decay: the remaining difference shrinks by a constant factor an iteration
+    to a hundredth, then to 0, as the epsilon of an epsilon-greedy policy does (dynamic KL, GRPO-D
+    of OThink-MR1, Liu et al. 2025: our reading). target: the KL a decision (of ``where: reward``, a
+    sample) that is held: after every iteration the weight is multiplied by 1 + rate clip(KL /
+    target - 1, -0.2, 0.2) (Ziegler et al. 2019). refresh: the reference follows the policy.
+    uncertainty: name of a reward, say a variance over an ensemble's members, by which each sample's
+    KL in the reward is multiplied (uncertainty-aware RLHF, Banerjee and Gopalan 2024). previous:
+    share of the weight that holds the policy to its weights before the iteration's update, instead
+    of to the reference: the KL-convex constraint of ReMix (Liang et al. 2025), (1 - previous)
+    KL(ref) + previous KL(old).
     ref_guidance: scale of classifier-free guidance at which the reference is evaluated; null: that
     of the policy. A guided reference, with a weight that goes from start to 0, first distils
     guidance into the policy (Meng et al. 2023), then leaves it to the reward.
+
+    order: of the Renyi divergence. root: of the chi2 of whole samples, its square root. rate: with
+    ``target``: of the change.
     """
 
     weight: Annotated[float, Ge(0)] = 0.0

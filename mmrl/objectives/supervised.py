@@ -76,6 +76,9 @@ class SFT(Supervised):
     share of answers whose thought, between <think> and </think>, is emptied, drawn again at every
     visit (TON, Wang et al. 2025, uses 0.5). train_on: the tokens that are trained: all, those of
     the thought with its tags, or those after it.
+
+    masking: of masked models: auto, elbo or maskgit. timestep_sampler: draws the times of flows and
+    diffusion. num_noise_draws: times of a row. weighting: plain, or min_snr. gamma: of min_snr.
     """
 
     place: ClassVar[str] = "objective.sft"  # its options, in messages

@@ -96,6 +96,8 @@ def ppo(
     dual_clip: where A < 0 the loss is at most -dual A (dual clip, Ye et al. 2020, eq. 5; verl).
     delta: the rho that is not clipped is at most delta (two-sided clip; TRL). The two are the same
     if they are at least 1 + high.
+
+    clip_low, clip_high: the ratio stays within [1 - clip_low, 1 + clip_high]; null: as clip_low.
     """
     ratio = (logp - old).exp()
     loss = clip(ratio, advantage, clip_low, clip_high)
@@ -123,6 +125,8 @@ def gspo(
     """Clip one ratio a sequence, the geometric mean of its tokens' (GSPO, Zheng et al. 2025).
 
     Equations 5 and 7.
+
+    clip_low, clip_high: the ratio stays within [1 - clip_low, 1 + clip_high].
     """
     ratio = row_mean(logp - old, mask).exp()
     return clip(ratio, advantage, clip_low, clip_high).expand_as(logp)
@@ -144,6 +148,8 @@ def gspo_token(
     Equation 14.
 
     Equals gspo, gradient included, where the advantage is one number a row and rows count alike.
+
+    clip_low, clip_high: the ratio stays within [1 - clip_low, 1 + clip_high].
     """
     whole = row_mean(logp - old, mask).detach()
     return clip(
@@ -162,7 +168,10 @@ def luspo(
     clip_low: Width = 3e-4,
     clip_high: Width | None = 4e-4,
 ) -> Tensor:
-    """Multiply GSPO's loss by the answer's length, so that long ones are not discounted (LUSPO)."""
+    """Multiply GSPO's loss by the answer's length, so that long ones are not discounted (LUSPO).
+
+    clip_low, clip_high: the ratio stays within [1 - clip_low, 1 + clip_high].
+    """
     return gspo(logp, old, advantage, mask, clip_low=clip_low, clip_high=clip_high) * mask.sum(
         1, keepdim=True
     )
@@ -183,6 +192,8 @@ def gmpo(
     2025).
 
     A row with one advantage per token is clipped by the sign of their mean.
+
+    clip_low, clip_high: log-ratios of tokens stay within [-clip_low, clip_high].
     """
     advantage = row_mean(advantage.expand_as(logp), mask)
     gap = logp - old
@@ -203,7 +214,10 @@ def rloo(
     clip_high: Width | None = None,
 ) -> Tensor:
     """Clip the ratio of the sequence as one action, the product of the tokens' (Ahmadian et al.
-    2024)."""
+    2024).
+
+    clip_low, clip_high: the ratio stays within [1 - clip_low, 1 + clip_high]; null: as clip_low.
+    """
     return clip(
         row_sum(logp - old, mask).clamp(-FAR, FAR).exp(), advantage, clip_low, clip_high
     ).expand_as(logp)
@@ -225,6 +239,9 @@ def cispo(
 
     Two published forms: verl's clips to [1 - low, 1 + high]; TRL's has ``cap``, the largest rho
     itself (5.0, say), and no lower bound. With nothing given, cap is 5.
+
+    clip_low: rho is at least 1 - clip_low. clip_high: rho is at most 1 + clip_high. cap: largest
+    rho, instead.
     """
     ratio = (logp - old).detach().exp()
     if clip_low is None and clip_high is None and cap is None:
@@ -251,7 +268,10 @@ def sapo(
     negative: Width = 1.05,
 ) -> Tensor:
     """Gate softly: -A (4 / tau) sigmoid(tau (rho - 1)), tau by the sign of A (SAPO, Gao et al.
-    2025)."""
+    2025).
+
+    positive, negative: tau for A > 0 and for A < 0.
+    """
     tau = torch.where(advantage > 0, positive, negative)
     return -advantage * (4 / tau) * (tau * ((logp - old).clamp(-FAR, FAR).exp() - 1)).sigmoid()
 
@@ -264,6 +284,8 @@ def spo(
 
     Xie et al. 2024, "Simple policy optimization". The gradient of a decision ends where its ratio
     has moved by ``width`` the way A pushes, and turns round beyond.
+
+    width: distance of the ratio from 1 at which the gradient ends.
     """
     ratio = (logp - old).clamp(-FAR, FAR).exp()
     return -advantage * ratio + advantage.abs() * (ratio - 1).square() / (2 * width)
@@ -281,7 +303,10 @@ def vespo(
     negative: tuple[float, float] = (3.0, 2.0),
 ) -> Tensor:
     """Take -sg(e^l w^k e^(-l w)) A log p, w the sequence's ratio, (k, l) by the sign of A
-    (VESPO)."""
+    (VESPO).
+
+    positive, negative: (k, l) for A > 0 and for A < 0.
+    """
     gap = row_sum((logp - old).detach().clamp(-FAR, FAR), mask).clamp(
         torch.tensor(1e-8).log().item(), FAR
     )

@@ -38,6 +38,9 @@ def steps(
 
     From the first int(share * steps), the noisy ones, without the first ``skip``; at most as many
     as there are.
+
+    share: of the grid, from its noisy end. skip: first steps left out. alike: the same steps for
+    all rows.
     """
     if grid is None:
         raise UserError(
@@ -57,7 +60,10 @@ def steps(
 def early_steps(
     rng: Rng, name: Tensor, draws: int, grid: Tensor | None, *, share: Share = 0.6
 ) -> Tensor:
-    """Draw the same steps for all rows, out of the noisy part of the sampler's grid (DGPO)."""
+    """Draw the same steps for all rows, out of the noisy part of the sampler's grid (DGPO).
+
+    share: of the grid, from its noisy end.
+    """
     return steps(rng, name, draws, grid, share=share, alike=True)
 
 
@@ -65,7 +71,10 @@ def early_steps(
 def uniform(
     rng: Rng, name: Tensor, draws: int, grid: Tensor | None, *, low: float = 0.0, high: float = 1.0
 ) -> Tensor:
-    """Draw times uniformly between two times."""
+    """Draw times uniformly between two times.
+
+    low, high: the two times.
+    """
     if not 0 <= low < high <= 1:
         raise UserError(
             f"the time sampler uniform needs 0 <= low < high <= 1, not {low} and {high}"
@@ -85,7 +94,10 @@ def logit_normal(
     shift: float = 1.0,
 ) -> Tensor:
     """Draw the sigmoid of a normal number (Esser et al. 2024, section 3.1), shifted towards
-    noise."""
+    noise.
+
+    mean, std: of the normal number. shift: above 1 more times are near the noise.
+    """
     if std <= 0 or shift <= 0:
         raise UserError(
             f"the time sampler logit_normal needs std > 0 and shift > 0, not {std} and {shift}"

@@ -44,6 +44,8 @@ class Questions:
     results: each shows its own scans, and neither scan nor scene is ever trained on.
     held_out_scenes: a kind. pairs: rows hold a careful person's answer as ``chosen`` and a hasty
     one's as ``rejected``, for ``train.preferences``; questions that both answer alike are left out.
+
+    seed: of all choices.
     """
 
     train: list[Prompt]

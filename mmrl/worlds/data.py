@@ -21,6 +21,8 @@ class Digits:
     triples, mixed.
 
     pictures: drawings of every caption, each a row with its ``answer``; 0: captions alone.
+
+    kind: single, sized, pairs, triples or mixed. captions: how many. seed: of all choices.
     """
 
     fields = ("text", "objects", "relation", "count")  # of every prompt

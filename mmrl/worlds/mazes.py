@@ -41,6 +41,8 @@ class Mazes:
     size: cells along a side. mazes: for training. held_out: mazes that differ from these. form: how
     a maze is shown: tokens, in the text, or picture. least, most: steps of the path; MazeBench's
     easy mazes have 1 to 4, medium ones 5 to 8, hard ones 9 to 13.
+
+    seed: of all choices.
     """
 
     fields = ("text", "maze", "answer", "steps")  # of every prompt

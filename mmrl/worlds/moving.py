@@ -84,6 +84,8 @@ class Moving:
     images: for image to video, the number of prompts of each caption with an ``image``, the first
     frame; 0: none. held_out: those images show scans that were never trained on: development, for
     choices, or test, for results.
+
+    seed: of all choices.
     """
 
     fields = ("text", "objects", "relation", "count", "motion")  # of every prompt

@@ -140,15 +140,16 @@ def page(entries: Mapping[str, Entry], listed: list[Paper]) -> str:
     parts = [
         "# Which papers mmrl covers\n",
         "Written by `scripts/dev/coverage.py` from `docs/coverage.yaml`, whose names, tests and "
-        "files a test checks. **WORKS**: the mechanism as the paper says, from a configuration, "
+        "files a test checks; the tests and the options beside a configuration are in that file. "
+        "**WORKS**: the mechanism as the paper says, from a configuration, "
         "held by a test, for every kind of model that it is meant for. **partial**: the note says "
         "what is not. **missing**: not built.\n",
         _counts(entries, listed),
     ]
     for section in dict.fromkeys(paper.section for paper in listed):
         parts.append(f"\n## {section}\n")
-        parts.append("| | paper | serves it | models | test | configuration | status |")
-        parts.append("|---|---|---|---|---|---|---|")
+        parts.append("paper | serves it | models | configuration | status")
+        parts.append("---|---|---|---|---")
         rows = [paper for paper in listed if paper.section == section]
         parts += [_row(paper, entries[paper.key]) for paper in rows]
     return "\n".join(parts) + "\n"
@@ -165,23 +166,13 @@ def _counts(entries: Mapping[str, Entry], listed: list[Paper]) -> str:
 def _row(paper: Paper, entry: Entry) -> str:
     status = entry["status"] + (f": {entry['note']}" if entry.get("note") else "")
     cells = [
-        f"{paper.key} {paper.priority}",
-        f"**{paper.acronym}** {paper.title}",
+        f"{paper.acronym or paper.title} ({paper.key})",
         ", ".join(_named(name) for name in entry.get("names", ())),
         ", ".join(entry.get("models", ())),
-        ", ".join(f"`{test.partition('::')[2]}`" for test in entry.get("tests", ())),
-        _configured(entry),
+        f"`{entry['configuration']}`" if entry.get("configuration") else "",
         status,
     ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _configured(entry: Entry) -> str:
-    """Write the configuration, and its command-line overrides."""
-    if not entry.get("configuration"):
-        return ""
-    options = " ".join(f"`{option}`" for option in entry.get("options", ()))
-    return f"`{entry['configuration']}`" + (f" with {options}" if options else "")
+    return " | ".join(cells)
 
 
 def _named(name: str) -> str:

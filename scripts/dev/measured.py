@@ -42,14 +42,9 @@ class Measured:
     plain: Mapping[str, Any] = field(compare=False)
     other: Mapping[str, Any] = field(compare=False)
 
-    def line(self) -> str:
-        """Return one line of Markdown, as a link to its page."""
-        difference = ", ".join(f"{value:+.3f}" for value in (self.low, self.high))
-        verdict = "shown" if self.shown else "not shown to differ"
-        return (
-            f"[{self.candidate} against {self.baseline}](../results/{self.page}): "
-            f"{self.mean:+.3f} ({difference}), {verdict}"
-        )
+    def link(self) -> str:
+        """Return the link to its page."""
+        return f"[{self.candidate} against {self.baseline}](../results/{self.page})"
 
 
 @cache

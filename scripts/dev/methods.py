@@ -3,14 +3,13 @@ a method or changing its docstring.
 
     python scripts/dev/methods.py
 
-For each method: its docstring, options, models, the presets and shipped configurations that use it,
-one line of configuration, and the results of committed comparisons, with a figure of all.
+For each method: its docstring, one line of configuration, models, presets, a shipped configuration,
+links to committed comparisons, and its options as a table; a figure of all comparisons.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,25 +22,30 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "dev")]
 
 import measured  # noqa: E402
 import yaml  # noqa: E402
+from option_docs import beside, markdown, summary, table  # noqa: E402
 
 from mmrl.config.compatibility import KINDS  # noqa: E402
 from mmrl.config.presets import presets  # noqa: E402
-from mmrl.config.values import show  # noqa: E402
 from mmrl.config.yamltext import read  # noqa: E402
 from mmrl.core.registry import (  # noqa: E402
+    ADVANTAGES,
     ALL,
     Plugin,
     describe,
-    documentation,
     load_built_in,
     options,
 )
 from mmrl.objectives.kl import KL  # noqa: E402
 from mmrl.objectives.terms.entropy import Entropy  # noqa: E402
+from mmrl.objectives.terms.imitation import Supervision  # noqa: E402
 from mmrl.objectives.terms.importance_sampling import Importance  # noqa: E402
+from mmrl.zoo.curricula.drawing import Around, Counted  # noqa: E402
+from mmrl.zoo.objectives.group_loss import GroupLoss  # noqa: E402
+from mmrl.zoo.objectives.group_preference import _Pairwise  # noqa: E402
 
 FOLDER = ROOT / "docs" / "methods"
 ANY = "every kind of model"
+MANY = 3  # presets that are listed
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,17 @@ FIGURE = (
     "Differences of held-out reward with 95 % intervals, three seeds, of a tiny model; blue: not "
     "shown to differ from 0 after correction for several comparisons."
 )
-SECTIONS = {"kl": KL, "entropy": Entropy, "importance_sampling": Importance}  # of policy_gradient
+# slug of a page -> classes of no name whose options several of its methods have
+BASES: dict[str, dict[str, type]] = {
+    "group_losses": {"Every group loss": GroupLoss, "Every loss of pairs": _Pairwise},
+    "data": {"Around another source": Around, "Counting rewards": Counted},
+}
+SECTIONS = {  # of policy_gradient
+    "kl": KL,
+    "entropy": Entropy,
+    "importance_sampling": Importance,
+    "sft": Supervision,
+}
 
 
 def pages() -> dict[str, str]:
@@ -267,18 +281,62 @@ def page(family: Family) -> str:
     ]
     if any(compared(family.key, name) for name in entries(family)):
         parts.append(f"![what was measured]({family.slug}.svg)\n\n{FIGURE}\n")
+    for title, base in BASES.get(family.slug, {}).items():
+        parents = [other for other in BASES[family.slug].values() if other in base.__mro__[1:]]
+        parts.append(f"## {title}\n\n{table(beside(base, parents)[0])}")
     for name, entry in entries(family).items():
-        filling = [p for p in presets() if name in _named(presets()[p], family.key)]
-        shipped = [c for c, plain in shipped_configs().items() if name in _named(plain, family.key)]
-        facts = [
-            f"- for: {KINDS.get(decisions_of(entry), family.models)}",
-            *_listed("presets", filling),
-            *_listed("configurations", shipped),
-            f"- in a configuration: `{family.line.format(name=name)}`",
-            *(f"- measured: {row.line()}" for row in compared(family.key, name)),
+        parts.append(f"## `{name}`\n\n{text_of(entry)}\n\n{facts(family, name, entry)}\n")
+        parts.append(options_of(family, entry))
+    return "\n".join(filter(None, parts))
+
+
+def facts(family: Family, name: str, entry: Plugin) -> str:
+    """Write in one paragraph how a method is configured, for what, and where it was measured."""
+    filling = [p for p in presets() if name in _named(presets()[p], family.key)]
+    shipped = [c for c, plain in shipped_configs().items() if name in _named(plain, family.key)]
+    models = KINDS.get(decisions_of(entry), family.models)
+    links = dict.fromkeys(row.link() for row in compared(family.key, name))
+    return " ".join(
+        [
+            f"`{family.line.format(name=name)}`",
+            *([f"For {models}."] if models not in (ANY, family.models) else []),
+            *_listed("Presets", filling),
+            *([f"Shipped: `{min(shipped, key=_is_large)}`."] if shipped else []),
+            *([f"Measured: {', '.join(links)}."] if links else []),
         ]
-        parts.append(f"## `{name}`\n\n{_text(entry)}\n\n" + "\n".join(facts) + "\n" + _table(entry))
-    return "\n".join(parts)
+    )
+
+
+def _is_large(configuration: str) -> bool:
+    """Tell whether a configuration is none of the small ones, which train in minutes."""
+    return not configuration.startswith("digits/")
+
+
+def options_of(family: Family, entry: Plugin) -> str:
+    """Write the options of a method as a table, without those of what it extends."""
+    known: dict[Plugin, str] = {}
+    for name, other in ALL[family.registry].items():
+        if _extends(entry, other):
+            (home,) = [f for f in FAMILIES if f.registry == family.registry and name in entries(f)]
+            known[other] = f"[{name}]({'' if home is family else f'{home.slug}.md'}#{name})"
+    for title, base in BASES.get(family.slug, {}).items():
+        if inspect.isclass(entry) and base in entry.__mro__:
+            known[base] = f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
+    rows, changed = beside(entry, known)
+    lines = [table(rows)] if rows else []
+    here = f" Here {', '.join(f'`{n}` is {d}' for n, d in changed.items())}." if changed else ""
+    if known:
+        lines.append(f"Also: {', '.join(known.values())}.{here}\n")
+    return "\n".join(lines)
+
+
+def _extends(entry: Plugin, other: Plugin) -> bool:
+    """Tell whether a method is another with changed defaults, or a class on it."""
+    if entry is other:
+        return False
+    if inspect.isclass(entry):
+        return other in entry.__mro__
+    return other is ADVANTAGES["group"] and set(options(other)) <= set(options(entry))
 
 
 def decisions_of(entry: object) -> str:
@@ -295,13 +353,10 @@ def regularisers() -> str:
     ]
     for key, section in SECTIONS.items():
         filling = [p for p in presets() if list(_values(presets()[p], key))]
-        facts = [
-            *_listed("presets", filling),
-            f"- in a configuration: `objective: {{policy_gradient: {{{key}: {{...}}}}}}`",
-        ]
-        parts.append(
-            f"## `{key}`\n\n{_text(section)}\n\n" + "\n".join(facts) + "\n" + _table(section)
-        )
+        line = f"`objective: {{policy_gradient: {{{key}: {{...}}}}}}`"
+        parts.append(f"## `{key}`\n\n{text_of(section)}\n")
+        parts.append(" ".join([line, *_listed("Presets", filling)]) + "\n")
+        parts.append(table(beside(section, [])[0]))
     return "\n".join(parts)
 
 
@@ -323,39 +378,16 @@ def _note() -> str:
 
 
 def _listed(what: str, names: list[str]) -> list[str]:
-    return [f"- {what}: {', '.join(f'`{name}`' for name in names)}"] if names else []
+    """List names, the first few of many."""
+    if not names:
+        return []
+    more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
+    return [f"{what}: {', '.join(f'`{name}`' for name in names[:MANY])}{more}."]
 
 
-def _text(entry: Plugin) -> str:
-    """Return the docstring as Markdown; of a class without one, the first line of its parent."""
-    text = re.sub(r"``([^`]*)``", r"`\1`", documentation(entry) or describe(entry))
-    return "\n".join(map(_escaped, text.splitlines()))
-
-
-def _escaped(line: str) -> str:
-    """Escape Markdown emphasis, outside code."""
-    if line.startswith("    "):
-        return line
-    parts = line.split("`")
-    parts[::2] = [part.replace("*", r"\*") for part in parts[::2]]
-    return "`".join(parts)
-
-
-def _table(entry: Plugin) -> str:
-    rows = [f"| `{name}` | {_default(p)} |" for name, p in options(entry).items()]
-    return "\n| option | default |\n|---|---|\n" + "\n".join(rows) + "\n" if rows else ""
-
-
-def _default(option: inspect.Parameter) -> str:
-    value = option.default
-    if value is inspect.Parameter.empty:
-        return "required"
-    names = [n for known in ALL.values() for n, entry in known.items() if entry is value]
-    if names:
-        return f"`{names[0]}`"
-    if callable(value) or repr(value) == "<factory>":
-        return "built on demand"
-    return f"`{show(value)}`".replace("|", r"\|")
+def text_of(entry: Plugin) -> str:
+    """Summarise the docstring as Markdown; of a class without one, the first line of its parent."""
+    return markdown(summary(entry) or describe(entry))
 
 
 @cache

@@ -20,6 +20,9 @@ from mmrl.core.registry import ALL, options
 
 MARK = re.compile(r"(?:^|(?<=[.;:)]\s)|(?<=\n))((?:`*\w+`*)(?:(?:,| and|, and)\s+`*\w+`*)*):\s")
 
+SENTENCE = re.compile(r"(?<=[^ .][.])(?<!Dr\.)\s+(?=[A-Z])")
+TITLE = re.compile(r'(\d{4}[a-z]?), "[^"]+"')  # of a paper, after its year
+
 
 def described(entry: Any) -> dict[str, str]:
     """Return the text of every option of a plug-in or record; "" where there is none."""
@@ -36,6 +39,17 @@ def prose(entry: Any) -> str:
     return "\n\n".join(
         filter(None, (_unmarked(inspect.getdoc(part) or "", _names(part)) for part in parts))
     )
+
+
+def summary(entry: Any, words: int = 36) -> str:
+    """Return the beginning of ``prose`` as one paragraph: whole sentences, at least two, within
+    ``words``; titles of papers are left out."""
+    text = TITLE.sub(r"\1", " ".join(prose(entry).split()))
+    sentences = SENTENCE.split(text)
+    count = 2
+    while count < len(sentences) and len(" ".join(sentences[: count + 1]).split()) <= words:
+        count += 1
+    return " ".join(sentences[:count])
 
 
 def _parts(entry: Any) -> Iterator[Any]:
@@ -79,7 +93,8 @@ def _marked(doc: str, names: set[str]) -> dict[str, str]:
         marks = _marks(paragraph, names)
         for number, (match, chosen) in enumerate(marks):
             end = marks[number + 1][0].start() if number + 1 < len(marks) else len(paragraph)
-            text = " ".join(paragraph[match.end() : end].split()).rstrip(";. ")
+            text = " ".join(paragraph[match.end() : end].split())
+            text = TITLE.sub(r"\1", SENTENCE.split(text)[0]).rstrip(";. ")
             for name in chosen:
                 texts.setdefault(name, text)
     return texts
@@ -192,7 +207,7 @@ def beside(entry: Any, bases: Iterable[type]) -> tuple[dict[str, tuple[str, str]
         inherited |= table_rows(base)
     rows, changed = {}, {}
     for name, cells in table_rows(entry).items():
-        if name not in inherited or cells[1] != inherited[name][1]:
+        if name not in inherited or cells[1] not in ("", inherited[name][1]):
             rows[name] = cells
         elif cells[0] != inherited[name][0]:
             changed[name] = cells[0]

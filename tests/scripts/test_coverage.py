@@ -56,7 +56,7 @@ def test_the_page_has_a_row_for_every_paper_of_the_list(tmp_path):
     ]
     missing = {"paper": "CC", "status": "missing"}
     page = coverage.page({"mm1": GOOD, "ot1": missing}, listed)
-    assert "| mm1 P0 | **AB** A \\| B | advantages `grpo` |" in page
+    assert "AB (mm1) | advantages `grpo` | " in page
     assert "| A. Images | 1 | 0 | 0 |" in page and "| B. Texts | 0 | 0 | 1 |" in page
 
 

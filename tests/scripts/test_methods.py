@@ -40,16 +40,28 @@ def test_the_line_of_configuration_chooses_the_method():
 
 def test_presets_and_configurations_are_listed():
     gspo = pages()["surrogates.md"].partition("## `gspo`")[2].partition("\n## ")[0]
-    assert "`trl/gspo`" in gspo and "| `clip_low` |" in gspo
+    assert "`trl/gspo`" in gspo and "`clip_low`, `clip_high` | " in gspo
     nft = pages()["forward_process.md"].partition("## `nft`")[2].partition("\n## ")[0]
     assert "`digits/nft`" in nft and "flow and diffusion models" in nft
+
+
+def test_every_option_is_in_a_table_with_what_it_does():
+    """Of a method, or of one that it extends."""
+    for family in methods.FAMILIES:
+        text = pages()[f"{family.slug}.md"]
+        silent = [t for t in text.splitlines() if t.startswith("`") and t.endswith("| ")]
+        assert not silent, f"{family.slug}: declare them as `name: text` in the docstring"
+        for name, entry in methods.entries(family).items():
+            missing = [key for key in methods.options(entry) if f"`{key}`" not in text]
+            own = text.partition(f"## `{name}`")[2].partition("\n## ")[0]
+            assert not missing or "Also: [" in own, f"{name}: {missing}"
 
 
 def test_what_was_measured_stands_with_the_method_that_differs():
     """GSPO was compared with PPO's clip on image tokens: that tells something of GSPO, nothing of
     the objective, which both have."""
     gspo = pages()["surrogates.md"].partition("## `gspo`")[2].partition("\n## ")[0]
-    assert "- measured: [GSPO against GRPO](../results/compare_image_tokens.md): " in gspo
+    assert "Measured: [GSPO against GRPO](../results/compare_image_tokens.md)." in gspo
     assert (
         "](surrogates.svg)" in pages()["surrogates.md"]
         and "GSPO against" in pages()["surrogates.svg"]
@@ -57,7 +69,7 @@ def test_what_was_measured_stands_with_the_method_that_differs():
     plain = (
         pages()["policy_gradients.md"].partition("## `policy_gradient`")[2].partition("\n## ")[0]
     )
-    assert "measured" not in plain
+    assert "Measured" not in plain
     # AWM samples without noise, Flow-GRPO with: the objective differs, so nothing is said of steps
     assert "AWM" in pages()["forward_process.svg"] and "sde_types.svg" not in pages()
 

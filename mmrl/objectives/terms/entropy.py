@@ -23,6 +23,9 @@ class Entropy:
     With ``target`` (nats a token) the weight adapts (He et al. 2025, Skywork-OR1, section 4): after
     every iteration it rises by ``step`` if the mean entropy was below the target and falls by it
     otherwise, within [low, high]; and it is 0 for as long as the entropy is above the target.
+
+    weight: of the bonus, or what it starts with. target: nats a token below which there is a bonus;
+    null: always. step: change of the weight an iteration. low, high: bounds of the weight.
     """
 
     weight: Annotated[float, Ge(0)] = 0.0

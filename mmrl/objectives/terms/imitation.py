@@ -39,6 +39,9 @@ class Supervision:
     For flow and diffusion models the denoising path of an external image is unknown: the supervised
     loss is that of objective ``sft``, the mean squared error of the output at fresh noise, at one
     uniformly drawn time per image.
+
+    peak: the largest mu. valley: mu at the end. warmup_iterations: in which mu rises from 0.
+    decay_iterations: in which it falls on half a cosine.
     """
 
     peak: Annotated[float, Ge(0), Le(1)] = 0.9

@@ -34,6 +34,8 @@ class Importance:
     clipped to [1 - low, 1 + high], times w. additive clips p / p_sampler to [w - low, w + high], as
     wide for old answers as for new ones: the mixed policy gradient of ReMix (Liang et al. 2025,
     after GePPO, Queeney et al. 2021). It is of the surrogate ppo.
+
+    cap: largest weight. floor: smallest weight.
     """
 
     level: Literal["token", "sequence", "geometric"] = "token"

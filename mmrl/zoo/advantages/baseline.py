@@ -206,6 +206,9 @@ class PVPO:
     "batch", divided by the std of all advantages of the iteration + 1e-4. learned: V is predicted
     by the value model of the stage ``prompt_value``, as in A-LoL (Baheti et al. 2024). offline:
     train only on demonstrations (the stage demonstrations), as in A-LoL.
+
+    file: JSON lines with the reference's rewards. field: of the prompts, with a number. refresh:
+    iterations after which it is measured again; 0: never.
     """
 
     def __init__(
@@ -275,6 +278,8 @@ class AAPO:
     units of reward. r_ref: from ``file``, ``field`` (a number or a list), or measured, with ``key``
     and ``refresh``, as in ``pvpo``. compare: the n-th answer with the reference's n-th ("answers",
     as in the paper; if the reference has fewer, cycled), or all with its mean ("mean").
+
+    file, field, key, refresh: the reference's rewards, as in ``pvpo``.
     """
 
     def __init__(
@@ -325,6 +330,8 @@ class SingleStream:
     forgotten. file: rewards of a reference, as in ``pvpo``: n of them set the initial alpha = N
     (sum + 1/2) / (n + 1), N = 1 / (1 - forget_min); otherwise alpha = beta = 1/2. key: the field
     that identifies a prompt. The data source ``single_stream`` draws prompts by the same tracker.
+
+    low, high: bounds of a reward. forget_min, forget_max: bounds of rho.
     """
 
     def __init__(

@@ -31,6 +31,9 @@ class Branch:
     the first is at ``slide_stop``. prune_width: after the last split only half of the chains are
     trained, the better one of each split ("siblings") or the best and the worst of all
     ("extremes").
+
+    alpha: of that softmax. slide_every: iterations after which the pruned depths move; 0: never.
+    slide_stop: the first pruned depth at last. keep: share of the edges that stay.
     """
 
     needs_tree = True  # the configuration refuses it without one

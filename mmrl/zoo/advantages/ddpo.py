@@ -24,6 +24,9 @@ class DDPO:
     with fewer than ``min_count`` rewards in its buffer is compared with all rewards of the
     iteration. ``key`` names the field of a prompt that identifies it. Every process keeps the
     buffers of all prompts.
+
+    buffer: rewards of a prompt that are kept. min_count: rewards from which on they are used. eps:
+    added to the std. key: the field that identifies a prompt.
     """
 
     def __init__(self, buffer: int = 16, min_count: int = 16, eps: float = 1e-6, key: str = "text"):

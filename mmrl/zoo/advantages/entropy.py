@@ -75,6 +75,8 @@ def hapo(
     decisions is 0, as suits a mean over tokens. std: false: no division. limit: a group in which a
     value reaches it uses ``base`` instead (the published code). HAPO's other parts are the
     objective hapo and the policy's adaptive_temperature.
+
+    base: the advantage that is changed where ``limit`` is exceeded. eps: added to the std.
     """
     double, groups = measured(rewards, rollout)
     total = double.total().masked_fill(~groups.present, 0.0)

@@ -48,6 +48,10 @@ class Filtered:
 
     drop_groups: groups that are not trained on: flat (std of the rewards at most ``flat_std``),
     right (no reward below ``right``: NGRPO keeps all-wrong groups) and wrong (all below it).
+
+    strategies: the ``prefer``s that ``actual`` chooses from. flat_std: std of a group's rewards up
+    to which it is flat. right: a reward from which on an answer is right. memory: groups whose mean
+    rewards are remembered for quartiles. seed: of random choices.
     """
 
     def __init__(

@@ -37,6 +37,8 @@ def unlikeliness(
     as they are; answers of equal probability get the mean of their ranks. reward: the one to
     modify, before it is weighted; null: the weighted sum. right: an answer is right from this
     reward on. base: the advantage of these rewards.
+
+    strength: share by which the likeliest right answer loses.
     """
     double, groups = measured(rewards, rollout)
     value = reward_called(double, reward, "unlikeliness")
@@ -76,6 +78,9 @@ def gtpo(
     at_most (null: none), H the mean entropy of an answer's token distributions, nats, which the
     policy records. share_conflicts: a row is divided by its number of conflict tokens, as in the
     published code. Returns [B, K]; for models of tokens.
+
+    base: the advantage that is changed. amplify: weight of conflict tokens in good answers.
+    at_most: largest mean entropy, nats; null: any. penalty: weight of the entropy.
     """
     tokens = rollout.sample
     if tokens.shape != rollout.mask.shape or tokens.is_floating_point():
@@ -158,6 +163,8 @@ class GCPO:
     all others. base: the advantage of the sum. The data ``forms`` with ``together`` asks for
     answers with the behaviour and without, so that a group holds both (the paper). The paper's
     length reward is a separate reward.
+
+    margin: difference of mean outcomes that counts as none.
     """
 
     def __init__(

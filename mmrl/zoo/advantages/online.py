@@ -27,6 +27,8 @@ class Running:
     groups. ``decay``: of the running mean and mean square (0: this iteration's only), corrected for
     their start at zero, over all processes; ``limit``: normalised rewards are clipped there. An
     iteration in which a reward failed for all samples leaves its moments as they are.
+
+    base: the advantage after it. eps: added to the std.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class MaxMin:
     of rewards. The rewards must be on one scale, such as 0..1; their configured weights multiply
     the means. ``base``: the advantage of the weighted sum. An iteration in which a reward failed
     for all samples trains nothing and leaves the weights as they are.
+
+    rate: of the weights; null: the lowest alone.
     """
 
     def __init__(self, base: Inner = group, rate: Annotated[float, Gt(0)] | None = None):

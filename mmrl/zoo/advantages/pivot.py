@@ -25,6 +25,8 @@ class BRPO:
     which are keyed by row names. This is for rewards of single answers. The paper asks a judge
     about each answer and the pivot: the reward ``judge_pairwise`` with method: pivot, and the
     advantage ``reinforce``.
+
+    margin: difference of rewards that counts as equal.
     """
 
     def __init__(

@@ -31,6 +31,10 @@ class RiskPO:
     Prompts are bundled in the order of their rows over all processes; answers beyond the size of
     the smallest group of a bundle have advantage 0. centred: subtract the mean of the bundle, which
     leaves the expected gradient unchanged; the published advantage is never above 0.
+
+    bundle: prompts of a trial. low, high: quantiles between which a score counts plainly. tail:
+    weight of the part below ``low``. quantiles: of the bundle's trials (batch), tracked (track), or
+    the mean of both (mix). rate: of the tracking. std: divide by the std of the bundle's trials.
     """
 
     def __init__(

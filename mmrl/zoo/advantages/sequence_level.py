@@ -52,6 +52,9 @@ def reinforce_pp(
     weigh: the unit of mean and std: tokens (verl: the mean is subtracted, sample variance + 1e-8
     under the root, and long answers weigh more) or rows (ms-swift: the std of the rows + 1e-4, and
     with the baseline no second mean).
+
+    baseline: subtract the group's mean first. zero_variance_groups: keep groups of equal rewards,
+    or drop them from the batch.
     """
     double, groups = measured(rewards, rollout)
     value = groups.centred(double.total()) if baseline else double.total()
@@ -96,7 +99,10 @@ def opo(
     rewards: Rewards | Tensor, rollout: Rollout, *, zero_variance_groups: ZeroVariance = "keep"
 ) -> Tensor:
     """Subtract the group's mean weighted by length, the best baseline (OPO, Hao et al. 2025, eq.
-    9)."""
+    9).
+
+    zero_variance_groups: keep groups of equal rewards, or drop them from the batch.
+    """
     double, groups = measured(rewards, rollout)
     total = double.total()
     length = length_of(rollout).to(total.device)
@@ -122,6 +128,9 @@ def gpg(
 
     count: informative are the samples of groups whose rewards differ (the paper), or those with a
     nonzero reward (verl's code).
+
+    scale: of the advantage. zero_variance_groups: keep groups of equal rewards, or drop them from
+    the batch.
     """
     if scale <= 0:
         raise UserError(f"gpg: scale must be greater than 0, it is {scale}")
@@ -148,6 +157,9 @@ def pass_at_k(
     """Train only the best answer: its margin over the second / (sample std + eps) (verl's pass@k).
 
     Of two equal best answers the first by name counts, with advantage 0.
+
+    eps: added to the std. zero_variance_groups: keep groups of equal rewards, or drop them from the
+    batch.
     """
     double, groups = measured(rewards, rollout)
     total = double.total()

@@ -38,6 +38,8 @@ def ngrpo(
 
     Nan et al. 2025, "NGRPO: Negative-enhanced GRPO". All-wrong groups get negative advantages;
     all-right ones get 0. Its clip is asymmetric: narrower for negative advantages.
+
+    best: the highest possible reward. virtual: answers that have it. eps: added to the std.
     """
     double, groups = measured(rewards, rollout)
     total = double.total()
@@ -67,6 +69,9 @@ def soft(
     (exp(below (t - r)) - 1) / (exp(below) - 1) for r < t. Below t - 1, which no IoU reaches, the
     transform continues linearly, so that nothing explodes. reward: the one to transform (the IoU in
     the paper), before it is weighted and added to the others; null: their weighted sum.
+
+    base: the advantage that is changed. threshold: t. above: compression above t. below: stretch
+    below t.
     """
     double, groups = measured(rewards, rollout)
     shaped = _softened(reward_called(double, reward, "soft"), threshold, above, below)
@@ -98,6 +103,8 @@ def temporal(
 
     Kulkarni et al. 2025. Our reading of "U-shaped": A (1 + strength (2 t / (n - 1) - 1)^2) for
     token t of n. Returns [B, K].
+
+    base: the advantage that is changed. strength: the weight is 1 + strength at both ends.
     """
     advantage = base(rewards, rollout)
     place = (rollout.mask.cumsum(1) - 1).to(advantage)
@@ -124,6 +131,8 @@ def focal(
     whole vocabulary, p uniform after the end of an answer; autoregressive policies record it.
     "decisions" is the variance of the log-probs of the sampled decisions, for every policy (our
     reading; a position that an answer does not reach counts as the group's mean).
+
+    base: the advantage that is changed. most: largest weight.
     """
     advantage = base(rewards, rollout)
     if spread == "distributions":
@@ -183,6 +192,9 @@ def pairs(
     cancel it. Prompts without ``key`` have weight 1. tasks: these are compared separately, so that
     no statistic of ``base``, not even one of the whole batch, mixes their rewards; every prompt's
     task must be listed.
+
+    base: the advantage that is changed. key: field of the prompt with the similarity. power: of the
+    similarity.
     """
     try:
         similarity = [float(prompt.get(key, 1.0)) for prompt in rollout.prompts]

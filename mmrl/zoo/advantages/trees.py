@@ -61,6 +61,9 @@ def tree_grpo(
     / (its std + eps) + inter (r - mean of the prompt) / (its std + eps), of finished samples; a
     shared edge has the mean of its samples. Samples that share their first edge are a tree. ddof:
     of both standard deviations.
+
+    eps: added to the stds. intra: weight of the comparison within the tree. inter: weight of that
+    with all trees.
     """
     double, groups = measured(rewards, rollout)
     if rollout.edge_id is None:

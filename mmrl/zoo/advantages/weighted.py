@@ -92,6 +92,8 @@ def mapo(
     right or wrong. A: of ``base``. right: an answer is right from this reward on; null: q is the
     group's mean reward, within [0, 1]. eps: added to the mean; of a negative mean, which the paper
     does not treat, the absolute value is taken (our reading).
+
+    base: the advantage A.
     """
     double, groups = measured(rewards, rollout)
     total = double.total()
@@ -123,6 +125,8 @@ def noise_aware(
     closest to the true one. A group whose answers nearly all agree may differ by noise alone and
     has weight 0. base: its std must be that of the group. right: an answer is right from this
     reward on.
+
+    noise: probability that a reward is flipped.
     """
     double, groups = measured(rewards, rollout)
     q = groups.mean((double.total() >= right).double())
@@ -154,6 +158,9 @@ def grpo_lead(
     on. length: alpha of the paper's length-dependent reward, which replaces the rewards: exp(-
     length z) for right answers, z their number of decisions standardised among the right ones of
     the group (population std), -1 for wrong ones; null: the rewards as they are.
+
+    low: smallest weight. high: largest weight. center: share of right answers at which the weight
+    is in the middle. slope: of the change there.
     """
     double, groups = measured(rewards, rollout)
     total = double.total()
@@ -191,6 +198,9 @@ def drpo(
     one of length. So a right answer is never made less likely for being long. reward: an answer is
     right if this one is at least ``right``; null: the weighted sum, and s is 0. The paper puts
     these weights into the loss of DisCO; as weights of an advantage they are our reading.
+
+    base: the advantage of right and wrong. right: a reward above it is right. temperature: of the
+    other rewards; larger: more alike.
     """
     double, groups = measured(rewards, rollout)
     correct = reward_called(double, reward, "drpo") >= right
@@ -214,6 +224,8 @@ def asymre(rewards: Rewards | Tensor, rollout: Rollout, *, shift: float = -0.1) 
 
     Arnal et al. 2025, "Asymmetric REINFORCE for off-policy reinforcement learning": r - (mean +
     shift). shift, in units of reward: negative for rows of older policies; 0 is Dr. GRPO.
+
+    shift: in units of reward; negative for rows of older policies; 0 is Dr. GRPO.
     """
     double, groups = measured(rewards, rollout)
     total = double.total()
@@ -234,6 +246,9 @@ class COPO:
     outcome is a reward, rounded to multiples of ``width`` (0: exact; our reading). Losses without a
     ratio, and advantages that have this as base, see w A + (1 - w) A'. center is half the maximal
     entropy of two outcomes (our reading). base: of A.
+
+    width: of an outcome: rewards within it are one; 0: equal rewards. center: entropy at which w is
+    1/2, nats. sharpness: of the change there. eps: added to the std.
     """
 
     def __init__(

@@ -36,6 +36,10 @@ class Difficulty(Counted):
     of: the data source. field: the prompt's field with its reasoning, a text or a list of steps.
     between: separates question and reasoning. decay: factor on the weight of earlier answers to a
     prompt at every visit.
+
+    window: iterations whose mean reward is compared with. margin: nothing changes within it. scale:
+    difference at which the change is whole. noise: largest std, of the range of pixels. share:
+    largest part of the reasoning.
     """
 
     field: str = "reasoning"

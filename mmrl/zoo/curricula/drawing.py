@@ -31,7 +31,10 @@ Portion = Annotated[float, Gt(0), Le(1)]
 
 @dataclass(eq=False)
 class Around(Curriculum):
-    """Draws like another data source; its options are fields."""
+    """Draws like another data source; its options are fields.
+
+    of: the data source.
+    """
 
     of: InitVar[Source]
 
@@ -125,8 +128,8 @@ class Around(Curriculum):
 class Counted(Around):
     """Remembers how every prompt was rewarded."""
 
-    decay: float = 1.0  # see ``PromptStatistics``
-    drift: float = 1.0
+    decay: float = 1.0  # of earlier answers at a visit
+    drift: float = 1.0  # of all answers at an iteration without a visit
 
     def begin(self, inner: Sequence[Prompt]) -> None:
         super().begin(inner)

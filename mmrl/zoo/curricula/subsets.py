@@ -261,6 +261,10 @@ class Depo(Chosen):
     explore: entropy needs the policy's option record_entropy. window: visits. noise: a ratio.
     decline: as published, the share of candidates that is asked falls by it with every epoch, from
     1 to 1 / candidates; 0: it is that from the start.
+
+    diverse: share of the prompts that the determinantal point process keeps. share: of these, those
+    that are drawn. difficulty, spread: mean and standard deviation of that normal density. replay:
+    share of an iteration's prompts that are those of the fewest visits.
     """
 
     name = "depo"

@@ -36,6 +36,9 @@ class Suggestions(Counted):
     of: the data source. field: the prompt's field with its hint; prompts without one are asked as
     they are. between: separates question and hint. decay: factor on the weight of earlier answers
     at a visit, and of earlier KLs.
+
+    share: of all prompts, those of the lowest rewards. below: reward under which a prompt can be
+    hard. after: hard visits in a row before the hint.
     """
 
     field: str = "hint"

@@ -51,6 +51,8 @@ class Consistency(SFT, HasTeacher, FollowsReward, TracksOld):
     reward_weight: beta of the additional loss -beta r(decode(x0)), x0 the student's prediction of
     the data at t (Li et al. 2024, "Reward guided latent consistency distillation", RG-LCD); every
     reward with a weight must then be differentiable.
+
+    timestep_schedule: the teacher's grid. huber_c: of the pseudo-Huber distance.
     """
 
     requires = replace(SFT.requires, decisions="gaussian")

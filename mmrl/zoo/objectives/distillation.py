@@ -54,6 +54,10 @@ class Distill(PolicyGradient, HasTeacher):
 
     Rewards only monitor progress, unless ``reward_weight`` adds their policy gradient with this
     weight, whose options are those of policy_gradient. Without it no advantage is used.
+
+    teachers: frozen models, each a ``policy`` or ``remote``, with a weight. weight: of the loss.
+    divergence: ``kind``: reverse, forward or jensen_shannon with ``mix``. reward_weight: of the
+    rewards' policy gradient.
     """
 
     requires = replace(PolicyGradient.requires, mixes=False, proportional=False)

@@ -85,6 +85,9 @@ class DistributionMatching(PolicyGradient, HasTeacher, ChecksRows, HasCritic):
     weight (Jiang et al. 2025, "Distribution matching distillation meets reinforcement learning"),
     at the stochastic steps of the same samples. Its options are those of policy_gradient. Each of
     the two losses is a mean over its own points.
+
+    fake_steps: steps of the fake model before each of the student. reward_weight: of the rewards'
+    policy gradient.
     """
 
     requires = Requires("gaussian")

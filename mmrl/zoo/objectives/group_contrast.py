@@ -37,6 +37,8 @@ class REAL(GroupLoss):
 
     As in ms-swift. Positive samples are those with A > 0, negative ones those with A < 0; a group
     without both counts as 0 (with ``zero_variance_groups: drop`` not at all).
+
+    tau: of the score.
     """
 
     def __init__(self, tau: Positive = 0.1, average: bool = True, **options: Any):
@@ -60,6 +62,8 @@ class MultiPreference(GroupLoss):
     (SWEPO). s = beta R to the reference; good is a reward above the group's mean d = r - mean r,
     and w = e^(alpha |d|): samples far from the mean weigh more. With one sample on either side and
     alpha 0 it is DPO. A group without both sides counts as 0.
+
+    beta: of the log-ratio. alpha: of the weights.
     """
 
     def __init__(
@@ -95,6 +99,9 @@ class DisCO(GroupLoss):
     (tau 10 in the paper), or "ratio", e to the mean log-ratio (tau 1; the paper has the arithmetic
     mean of the decisions' ratios, the geometric one is our reading). Good is A > 0, bad A < 0: the
     paper's rewards are 0 and 1.
+
+    tau: temperature over bad samples. beta: weight of the bound. delta: KL up to which there is no
+    penalty.
     """
 
     not_options = ("anchor", "average", "num_noise_draws", "timestep_sampler")
@@ -148,6 +155,8 @@ class DRPO(DisCO):
     Li et al. 2025, "DRPO: Efficient reasoning via decoupled reward policy optimization": the
     weights of a group's good samples sum to 1, so that a long right answer counts less, but is
     never made less likely. A of a good sample comes from a secondary reward (published: of length).
+
+    temperature: of A. tau, beta, delta: as in ``disco``.
     """
 
     def __init__(self, temperature: Positive = 1.0, **options: Any):
@@ -169,6 +178,8 @@ class PACS(GroupLoss):
     The label is A > threshold; a sample of exactly that advantage has none. With ``advantage:
     reinforce``, which leaves rewards as they are, and threshold 0.5, all-right and all-wrong groups
     are labelled too.
+
+    beta: of the score. threshold: of the label.
     """
 
     def __init__(self, beta: Positive = 1.0, threshold: float = 0.0, **options: Any):

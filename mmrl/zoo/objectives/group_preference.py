@@ -99,6 +99,8 @@ class REBEL(_Pairwise):
     text and images. Use ``advantage: dr_grpo``, whose differences are those of the rewards.
     ``pairs: all`` uses every pair of different rewards instead of the best and the worst; with
     ``train.group_size: 2``, as published, they are the same.
+
+    eta: rewards are divided by it.
     """
 
     def __init__(self, eta: Positive = 1.0, **options: Any):
@@ -122,6 +124,8 @@ class DPO(_Pairwise):
     flipped pairs: (1 - e) L(w, l) + e L(l, w) (Mitchell 2023, conservative DPO). robust: its
     unbiased form, ((1 - e) L(w, l) - e L(l, w)) / (1 - 2 e) (Chowdhury et al. 2024, "Provably
     robust DPO").
+
+    beta: weight of the reference.
     """
 
     def __init__(
@@ -155,6 +159,8 @@ class SimPO(_Pairwise):
 
     Meng et al. 2024, "SimPO: Simple preference optimization with a reference-free reward"; l is
     log p over the number of decisions, gamma the margin wanted. With ``sft`` it is CPO-SimPO.
+
+    beta: of the mean log-probs. gamma: the margin wanted.
     """
 
     # densities of steps have no natural scale to compare by
@@ -180,6 +186,8 @@ class ORPO(_Pairwise):
 
     Hong et al. 2024, "ORPO: Monolithic preference optimization without reference model"; p is the
     geometric mean of the probabilities of an answer's decisions, odds are p / (1 - p).
+
+    weight: lambda.
     """
 
     requires = replace(GroupLoss.requires, decisions="categorical")  # odds are of tokens
@@ -213,6 +221,8 @@ class KTO(GroupLoss):
     all rows of the optimizer step, at least 0 and without gradient, as in Diffusion-KTO (Li et al.
     2024); the paper uses answers to other questions, which would have to be scored too.
     desirable_weight, undesirable_weight: lambda_D, lambda_U.
+
+    beta: of the log-ratio.
     """
 
     requires = replace(GroupLoss.requires, unpaired=True)
@@ -257,6 +267,8 @@ class IPO(_Pairwise):
     of Psi(p(i > j)) over j (eq. 7). identity: IPO's own; logit: Psi = log p / (1 - p), the
     regularised reward of RLHF and DPO; sampled: eq. 17, the limit of identity for rewards that only
     rank.
+
+    tau: of the wanted margin. temperature: of ``psi``.
     """
 
     def __init__(
@@ -300,6 +312,8 @@ class CoPG(_Pairwise):
     gradient is that of log p, with the regularised reward r - beta R of the other sample as the
     baseline, so that no importance weights are needed for off-policy samples; IPO is the case of
     rewards that only rank. Use ``advantage: dr_grpo``.
+
+    beta: weight of the reference.
     """
 
     def __init__(

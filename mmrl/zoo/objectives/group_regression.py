@@ -25,6 +25,8 @@ class GVPO(GroupLoss):
     Zhang et al. 2025, "GVPO: Group variance policy optimization". Use ``advantage: dr_grpo``, which
     is r - mean r. With the anchor ref it has the KL-constrained optimum of the paper for any
     sampling policy.
+
+    beta: of the log-ratio.
     """
 
     def __init__(self, beta: Positive = 0.1, **options: Any):
@@ -45,6 +47,8 @@ class RegGRPO(GroupLoss):
     Park et al. 2025, DeepVideo-R1. No clip, no minimum. own_std: R is divided by its std
     (population) in the group, as the advantage is by that of the rewards (the paper), instead of
     multiplied by ``beta``; by at least ``least_std``, since R is 0 on the first step (our reading).
+
+    beta: scale of the log-ratio. least_std: smallest std that R is divided by.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class OPMD(GroupLoss):
     Kimi k1.5's form, as in Yao et al. 2025, "Group-relative REINFORCE is secretly an off-policy
     algorithm". Use ``advantage: dr_grpo``, which is r - mean r; the sequence's log-ratio R is to
     the sampling weights.
+
+    tau: weight of R^2.
     """
 
     def __init__(self, tau: Positive = 1.0, **options: Any):

@@ -33,6 +33,9 @@ class HAPO(PolicyGradient):
     + advantage_strength h, for h > 0 where the ratio has left the inner half of the clip, for h <=
     0 inside it. clip_low, clip_high: low and high. Use it with the advantage hapo and the policy's
     adaptive_temperature. Others as in policy_gradient.
+
+    clip_strength: how far the entropy moves the clip. advantage_strength: how far it scales the
+    advantage.
     """
 
     requires = replace(PolicyGradient.requires, decisions="categorical", proportional=False)

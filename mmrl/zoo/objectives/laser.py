@@ -65,6 +65,8 @@ class LaSeR(PolicyGradient):
     train.loss_agg_mode: seq_mean_token_mean. The reward last_token is this verdict; together with
     the outcome, in advantage group with combine: aggregate, it is the paper's mixture. Others as in
     policy_gradient.
+
+    weight: of the loss of the verdict. scale: of the log-prob.
     """
 
     requires = replace(PolicyGradient.requires, decisions="one pass", proportional=False)

@@ -66,7 +66,10 @@ def tracerl(
     """Score slices of the stored reveal order, ``shrink`` passes each (TraceRL, Wang et al. 2025).
 
     A slice's tokens are scored with it and all later ones hidden. With shrink 1 this is
-    ``trajectory`` of the emerge sampler."""
+    ``trajectory`` of the emerge sampler.
+
+    shrink: passes of the sampler in a slice.
+    """
     part = rollout.tokens.commit_step // shrink
     return [policy.at(rollout, hide=part >= s, score=part == s) for s in range(int(part.max()) + 1)]
 
@@ -81,7 +84,10 @@ def d1(
     prompt: Annotated[float, Gt(-1e-9), Le(1)] = 0.15,
 ) -> list[Point]:
     """Score in one pass with the answer and a random share of the prompt hidden (diffu-GRPO, Zhao
-    et al. 2025)."""
+    et al. 2025).
+
+    prompt: share of the prompt that is hidden.
+    """
     cond = (
         policy.corrupted(rollout.cond, prompt, rng.fold("prompt")) if prompt > 0 else rollout.cond
     )
@@ -114,6 +120,8 @@ def mask_grpo(
     repeated; with one epoch they are drawn at random. field: "fading" hides late tokens more often
     than early ones. fixed: false repeats a defect of the published code, whose loss mask is the sum
     of the masks of all rates, so that visible tokens are trained on too.
+
+    low: smallest rate. updates: number of rates. draws: rates of an optimizer step.
     """
     rates = [min(low + (1 - low) * (n + 1) / updates, MOST) for n in range(updates)]
     masks = [
@@ -142,7 +150,10 @@ def uni_grpo(
     """Average over tokens hidden at random rates (UniGRPO of MMaDA, Yang et al. 2025).
 
     The first rate is uniform in (0, 1), the others are evenly spaced from it to 1, ``updates`` in
-    all; each optimizer step uses ``draws`` random ones."""
+    all; each optimizer step uses ``draws`` random ones.
+
+    updates: number of rates. draws: rates of an optimizer step.
+    """
     first = rng.fold("first").uniform(rollout.row_id)  # [B]
     rates = [
         first + (1 - first) * n / max(updates - 1, 1)
@@ -193,7 +204,10 @@ def coupled(
     high: Share = 0.9,
     draws: Draws = 1,
 ) -> list[Point]:
-    """Score every token once by a random mask and its complement (DiffuCoder, Gong et al. 2025)."""
+    """Score every token once by a random mask and its complement (DiffuCoder, Gong et al. 2025).
+
+    low, high: bounds of the share that is hidden. draws: pairs of masks.
+    """
     _ascending("coupled", low, high)
     points = []
     for n in range(draws):
@@ -214,7 +228,10 @@ def random(
     high: Share = 0.9,
     draws: Draws = 1,
 ) -> list[Point]:
-    """Hide tokens at a rate between ``low`` and ``high``, the plain counterpart of ``coupled``."""
+    """Hide tokens at a rate between ``low`` and ``high``, the plain counterpart of ``coupled``.
+
+    low, high: bounds of the rate. draws: rates of a row.
+    """
     _ascending("random", low, high)
     rates = [low + (high - low) * rng.fold("rate", n).uniform(rollout.row_id) for n in range(draws)]
     return [
@@ -240,6 +257,8 @@ def udm_grpo(
     action of every step is the finished sample, states come from the forward process, the first of
     the adjacent steps is drawn from ``starts``, and a step's loss is the mean over its tokens. The
     ratio is per token here, of their mean there.
+
+    starts: steps that may be the first. window: adjacent steps.
     """
     first = int(rng.permutation(starts)[0])
     steps = len(policy.rates) - 1

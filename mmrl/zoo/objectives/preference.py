@@ -50,6 +50,8 @@ class DiffusionDPO(_Following):
     (D_best - D_worst)). Groups of equal advantages make no pair. num_noise_draws, timestep_sampler:
     number and distribution of a pair's times of the forward process. refresh: the reference follows
     the policy (TR-DPO, Gorbatovski et al. 2024); null: it stays the base.
+
+    beta: weight of the reference.
     """
 
     requires = Requires("gaussian", reads="sample", offline=True)
@@ -125,6 +127,8 @@ class D3PO(_Following):
     eq. 13: with m the log-ratio of a step to the reference, minimises -log sigmoid(beta (m_best -
     m_worst)), each at its own state. refresh: the reference follows the policy (TR-DPO); null: it
     stays the base.
+
+    beta: weight of the reference.
     """
 
     requires = Requires("gaussian", reads="decisions", visits=True)
@@ -185,6 +189,9 @@ class SePPO(MovesSnapshots, Couples):
 
     pool: how many checkpoints are kept, each as large as the trained weights. They are a uniform
     sample of all iterations so far, the base model included (reservoir sampling, Vitter 1985).
+
+    beta: weight of the reference. num_noise_draws: times of a row. timestep_sampler: draws the
+    times.
     """
 
     requires = Requires("gaussian", reads="sample")

@@ -44,6 +44,9 @@ class Draft(FollowsReward):
     times a divergence to the reference's transitions: kl, hellinger, total_variation or chi2, per
     dimension; with a divergence, on a consistency model, it is ROCM. Stochastic steps reuse the
     noise that was drawn. Every reward with a weight must be differentiable.
+
+    last: sampler steps that are differentiated; null: all. kl: weight of the divergence.
+    divergence: kl, hellinger, total_variation or chi2.
     """
 
     # it redraws the noise of single paths

@@ -32,6 +32,8 @@ class FlowDPPO(Objective):
     dimensions; a decision is dropped if it reaches ``threshold`` while rho > 1 and A > 0, or rho <
     1 and A < 0. Nothing else is clipped. std: "exact" is that of the step; "published" is
     flow_sde's with the time clamped to 0.99 in its denominator; "one" leaves it out.
+
+    threshold: of the KL. advantage_clip: advantages are cut off at this size.
     """
 
     threshold: float = 1e-5

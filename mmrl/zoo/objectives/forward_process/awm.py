@@ -53,6 +53,8 @@ class AWM(Regularised):
     ema_kl: weights of the squared distances of the velocity to the reference's and to that of the
     moving average of the weights, which ``train.ema`` keeps; kl may be a schedule.
     num_noise_draws, timestep_sampler: number and distribution of a sample's times.
+
+    advantage_clip: advantages are cut off at this size.
     """
 
     requires = Requires("gaussian", reads="sample", proportional=True)

@@ -59,6 +59,11 @@ class CRD(Regularised, Couples, TracksOld):
     kl: weight of the squared distance of the velocity to the reference's, whose guidance is
     ``ref_guidance``, or a schedule. old_decay_rate: after step n, old = d old + (1 - d) live with d
     = min(old_decay_min + old_decay_rate n, old_decay_max).
+
+    beta: scale of the implicit reward. form: of the loss, mse or bce. advantage_clip: advantages
+    are cut off at this size. ref_guidance: guidance scale of the reference. num_noise_draws: times
+    of a row. timestep_sampler: draws the times. old_decay_min, old_decay_max: bounds of the decay
+    of old weights.
     """
 
     requires = Requires("gaussian", reads="sample")

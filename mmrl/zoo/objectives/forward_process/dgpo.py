@@ -59,6 +59,10 @@ class DGPO(Regularised, Couples, TracksOld):
     timestep_sampler: number and distribution of a sample's times of the forward process.
     behavior_policy: the weights that sample. old_decay_rate: after step n, old = c old + (1 - c)
     live with c = min(old_decay_max, old_decay_rate n).
+
+    beta: scale of the difference of errors. advantage_clip: advantages are cut off at this size.
+    ref_guidance: guidance scale of the reference. old_decay_max: largest decay of the sampling
+    weights.
     """
 
     requires = Requires("gaussian", reads="sample")

@@ -31,6 +31,9 @@ class FPO(Couples):
     McAllister et al. 2025, "Flow Matching Policy Gradients", eq. 13: the mean stands in the
     exponent, so all draws of a sample have one ratio and are clipped together. clip_range: its
     range, one number or [low, high].
+
+    advantage_clip: advantages are cut off at this size. num_noise_draws: times of a row.
+    timestep_sampler: draws the times.
     """
 
     requires = Requires("gaussian", reads="sample")

@@ -39,6 +39,9 @@ class NFT(Regularised, TracksOld):
     num_noise_draws, timestep_sampler: number and distribution of a sample's times of the forward
     process. decay: how the old weights, which also sample, follow the live ones: 0 at once, 1 with
     decay min(0.001 step, 0.5), 2 with decay min(0.0075 (step - 75), 0.999).
+
+    beta: distance of v+ and v- from the old velocity. advantage_clip: advantages are cut off at
+    this size.
     """
 
     requires = Requires("gaussian", reads="sample")

@@ -31,6 +31,9 @@ class RewardWeightedRegression(Couples):
     "Aligning text-to-image models using human feedback", eq. 4. The log-likelihood is minus the
     denoising error, or for tokens that of the hidden ones. weights: "advantage" is w = A itself,
     unbounded below, as Flow-GRPO's code publishes it.
+
+    beta: temperature of the weights. num_noise_draws: times of a row. timestep_sampler: draws the
+    times.
     """
 
     requires = Requires("gaussian", reads="sample")
