@@ -61,7 +61,7 @@ def test_what_was_measured_stands_with_the_method_that_differs():
     """GSPO was compared with PPO's clip on image tokens: that tells something of GSPO, nothing of
     the objective, which both have."""
     gspo = pages()["surrogates.md"].partition("## `gspo`")[2].partition("\n## ")[0]
-    assert "Measured: [GSPO against GRPO](../results/compare_image_tokens.md)." in gspo
+    assert "[GSPO against GRPO](../results/compare_image_tokens.md)" in gspo
     assert (
         "](surrogates.svg)" in pages()["surrogates.md"]
         and "GSPO against" in pages()["surrogates.svg"]
