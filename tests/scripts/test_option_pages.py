@@ -79,8 +79,8 @@ class Child(Base):
 def test_texts_are_read_from_docstrings_and_comments():
     texts = {
         "first": "what it is; more",
-        "second": "two of one kind. Not an option: this",
-        "third": "two of one kind. Not an option: this",
+        "second": "two of one kind",
+        "third": "two of one kind",
         "fourth": "in the line",
         "fifth": "above it, in two lines",
     }
