@@ -1,11 +1,9 @@
-"""Writes the table of all rewards in ``docs/rewards.md`` from the registry and the measured
-speeds."""
+"""Writes rewards as Markdown tables from the registry: a short one for ``docs/rewards.md``, and one
+with ranges, scalings and sources for ``mmrl list rewards --markdown``."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 from mmrl.core.registry import REWARDS, Plugin, describe, load_built_in, options
 from rewards.card import Card, card_of
@@ -22,48 +20,76 @@ HEAD = (
     "options",
     "source",
     "licence",
-    "a second",
 )
 KINDS = {
     "sample": "",
-    "group": "whole groups of ",
+    "group": "groups of ",
     "step": "steps of ",
-    "batch": "all samples of an iteration, of ",
+    "batch": "an iteration of ",
 }
 
 
-def markdown(measured: Mapping[str, float] = {}, package: str | None = None) -> str:
-    """Write one line for each registered reward; ``measured``: samples a second by name;
-    ``package``: only the rewards it defines."""
+def markdown() -> str:
+    """Write one line for each registered reward, with all that its card says."""
     load_built_in()
-    known = [
-        n for n in sorted(REWARDS) if package in (None, REWARDS[n].__module__.partition(".")[0])
-    ]
-    rows = [row(name, REWARDS[name], measured.get(name)) for name in known]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows]
-    return "\n".join(["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *lines]) + "\n"
+    return _table(HEAD, (row(name, entry) for name, entry in sorted(REWARDS.items())))
 
 
-def row(name: str, entry: Plugin, speed: float | None) -> list[str]:
+def short() -> str:
+    """Write the rewards of this repository: what they judge, and whose weights they load; those
+    that check answers, which docs/verifiable-rewards.md describes, and those with gradients by
+    name only."""
+    load_built_in()
+    own = {n: e for n, e in sorted(REWARDS.items()) if e.__module__.startswith("rewards.")}
+    checks = [name for name, entry in own.items() if entry.__module__.startswith("rewards.answers")]
+    rows = (
+        [f"`{name}`", _about(entry), _judges(card_of(entry)), _weights(card_of(entry))]
+        for name, entry in own.items()
+        if name not in checks
+    )
+    table = _table(("name", "what it says", "judges", "weights and licence"), rows)
+    smooth = [name for name, entry in own.items() if card_of(entry).differentiable]
+    return (
+        f"{table}\nDifferentiable: {_names(smooth)}.\n\n"
+        f"[Of answers](verifiable-rewards.md#what-there-is): {_names(checks)}.\n"
+    )
+
+
+def row(name: str, entry: Plugin) -> list[str]:
     card = card_of(entry)
-    chosen = ", ".join(f"`{key}`" for key in options(entry))
-    needs = ", ".join(f"`{field}`" for field in card.needs)
-    judges = KINDS[card.of] + ", ".join(card.media)
-    fast = f"{speed:.3g}" if speed else ""
-    source = card.source + ("; differentiable" if card.differentiable else "")
-    about = describe(entry).rstrip(".").replace("``", "`")
     return [
         f"`{name}`",
-        about,
-        judges,
-        needs,
+        _about(entry),
+        _judges(card),
+        _names(card.needs),
         span(card),
         card.scaling,
-        chosen,
-        source,
+        _names(options(entry)),
+        card.source + ("; differentiable" if card.differentiable else ""),
         card.licence,
-        fast,
     ]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows]
+    return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines]) + "\n"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _about(entry: Plugin) -> str:
+    return describe(entry).rstrip(".").replace("``", "`")
+
+
+def _judges(card: Card) -> str:
+    return KINDS[card.of] + ", ".join(card.media)
+
+
+def _weights(card: Card) -> str:
+    """Name what a reward loads and under which licence; "" for one that loads nothing."""
+    return f"{card.source}: {card.licence}" if card.licence else ""
 
 
 def span(card: Card) -> str:
@@ -73,20 +99,6 @@ def span(card: Card) -> str:
     if card.high is None:
         return f"{card.low:g} and above"
     return f"{card.high:g} and below" if card.low is None else f"{card.low:g}..{card.high:g}"
-
-
-def speeds(folder: Path) -> dict[str, float]:
-    """Read samples a second by reward from the last benchmark in ``docs/results``, without
-    stand-ins for real models."""
-    file = folder / "results" / "rewards.json"
-    measured = (
-        json.loads(file.read_text()) if file.is_file() else {"samples_per_second": {}, "small": []}
-    )
-    return {
-        name: speed
-        for name, speed in measured["samples_per_second"].items()
-        if name not in measured["small"]
-    }
 
 
 def renewed(page: str, table: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from mmrl.cli.reward_table import markdown, renewed, speeds  # noqa: E402
+from mmrl.cli.reward_table import renewed, short  # noqa: E402
 
 page = ROOT / "docs" / "rewards.md"
-page.write_text(renewed(page.read_text(), markdown(speeds(ROOT / "docs"), "rewards")))
+page.write_text(renewed(page.read_text(), short()))

@@ -12,7 +12,7 @@ import yaml
 
 import rewards
 from mmrl import config
-from mmrl.cli.reward_table import BEGIN, END, markdown, renewed, span, speeds
+from mmrl.cli.reward_table import BEGIN, END, renewed, short, span
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.experiment import build
@@ -56,7 +56,7 @@ def test_the_package_names_every_module_that_registers_something():
 
 def test_the_table_in_the_documentation_is_up_to_date():
     page = (ROOT / "docs/rewards.md").read_text()
-    fresh = renewed(page, markdown(speeds(ROOT / "docs"), "rewards"))
+    fresh = renewed(page, short())
     assert page == fresh, "run python scripts/dev/reward_table.py"
     assert page.count(BEGIN) == page.count(END) == 1
 
