@@ -380,11 +380,10 @@ NOTATIONS = (
 
 def table() -> str:
     """Return the notations as the table of docs/verifiable-rewards.md."""
-    rows = ["| models | box | point | numbers are |", "|---|---|---|---|"]
+    rows = ["| models | box | point | numbers |", "|---|---|---|---|"]
     for each in NOTATIONS:
         box, point = (
             f"`{text}`".replace("|", "\\|") if text else "" for text in (each.box, each.point)
         )
-        space = each.space or "as the policy's `view` says"
-        rows.append(f"| {each.models} | {box} | {point} | {space} |")
+        rows.append(f"| {each.models} | {box} | {point} | {each.space} |")
     return "\n".join(rows)

@@ -4,6 +4,7 @@ in the tests. `python scripts/dev/answers_table.py`"""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "rewards" / "answers.txt"
 PAGE = ROOT / "docs" / "verifiable-rewards.md"
 BEGIN, END = "<!-- answers -->", "<!-- /answers -->"
-UNSHOWN = "# The rest is not on the page"  # marker below which rows are for the tests only
+PROMPTS = 2  # of a reward
 SHOWN = 2  # answers of a cell
-LONGEST = 44  # maximum characters of a shown answer
+LONGEST = 44  # maximum characters of a shown answer or prompt
 
 
 class Row(NamedTuple):
@@ -26,13 +27,10 @@ class Row(NamedTuple):
     text: str
 
 
-def rows(path: Path = TABLE, shown: bool = False) -> Iterator[Row]:
-    """Yield reward, prompt, score and text of every line of the table, or only of those for the
-    page."""
+def rows(path: Path = TABLE) -> Iterator[Row]:
+    """Yield reward, prompt, score and text of every line of the table."""
     reward = prompt = ""
     for line in path.read_text(encoding="utf-8").split("\n"):
-        if shown and line.startswith(UNSHOWN):
-            return
         if line.startswith("## "):
             reward, _, prompt = line[3:].partition(" ")
         elif line and not line.startswith("#"):
@@ -41,14 +39,17 @@ def rows(path: Path = TABLE, shown: bool = False) -> Iterator[Row]:
 
 
 def table() -> str:
-    """Return the table: for every reward and prompt, answers that are accepted, and others."""
+    """Return the table: for the first prompts of every reward, answers that are accepted, and
+    others."""
     lines = ["| reward | right is | read as right | not right |", "|---|---|---|---|"]
-    every = list(rows(shown=True))
+    every = list(rows())
+    written: Counter[str] = Counter()
     for reward, prompt in dict.fromkeys((row.reward, row.prompt) for row in every):
         mine = [row for row in every if (row.reward, row.prompt) == (reward, prompt)]
         cells = [shown(row.text for row in mine if (row.score == 1) == right) for right in (1, 0)]
-        if not any(cells):  # all have several lines
+        if not all(cells) or len(prompt) > LONGEST or written[reward] == PROMPTS:
             continue
+        written[reward] += 1
         fields = json.loads(prompt)
         right = ", ".join(f"{key} {code(json.dumps(fields[key]))}" for key in fields)
         lines.append(f"| `{reward}` | {right.replace(chr(10), ' ')} | {' | '.join(cells)} |")
