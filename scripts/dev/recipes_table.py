@@ -1,5 +1,5 @@
 """Updates the table of recipes in docs/recipes.md from configs/benchmarks/recipes.toml: published
-settings, and evaluation."""
+figures, and evaluation."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ FIELDS = (
     "level",
 )
 LEVELS = ("V", "T")
+UNKNOWN = ("not found", "not published")  # shown as an empty cell
+COMMAND = "mmrl evaluate runs/NAME "
 BEGIN = "<!-- recipes: python scripts/dev/recipes_table.py -->"
 END = "<!-- end of recipes -->"
 
@@ -50,18 +52,18 @@ def recipes() -> dict[str, dict[str, str]]:
 
 
 def markdown(table: Mapping[str, Mapping[str, str]]) -> str:
-    """Write the recipes as two Markdown tables: published settings, and evaluation."""
-    head = ("recipe", "model", "settings", "cards", "hours", "before", "after", "level")
+    """Write the recipes as two Markdown tables: published figures, and how they are evaluated."""
+    head = ("recipe", "model", "settings", "cards", "hours", "before", "after", "source")
+    keys = ("model", "settings", "cards", "hours", "base", "expected", "source")
     lines = [row(head), row(["---"] * len(head))]
+    benchmarks: dict[str, list[str]] = {}
     for name, fields in table.items():
-        title = f"`benchmarks/{name}`: {fields['method']}, {fields['task']}"
-        keys = ("model", "settings", "cards", "hours", "base", "expected", "level")
-        lines.append(row([title, *(fields[key] for key in keys)]))
-    lines += ["", row(("recipe", "source", "evaluation")), row(["---"] * 3)]
-    lines += [
-        row([f"`{name}`", fields["source"], f"`{fields['evaluate']}`"])
-        for name, fields in table.items()
-    ]
+        title = f"`{name}`: {fields['method']}, {fields['task']}"
+        cells = (fields[key] for key in keys)
+        lines.append(row([title, *("" if cell in UNKNOWN else cell for cell in cells)]))
+        benchmarks.setdefault(fields["evaluate"].removeprefix(COMMAND), []).append(name)
+    lines += ["", row((f"`{COMMAND}...`", "recipes")), row(["---"] * 2)]
+    lines += [row([f"`{words}`", ", ".join(names)]) for words, names in benchmarks.items()]
     return "\n".join(lines)
 
 
