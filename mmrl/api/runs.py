@@ -158,8 +158,8 @@ def train(
     on the command line. callbacks: ``mmrl.Callback``s. progress: False prints nothing.
 
     Ctrl-C (the stop button of a notebook) saves after the iteration and returns the run, whose
-    ``stopped`` says why and whose ``resume`` continues; twice ends at once. SIGTERM also saves, and
-    then has its usual effect. Raises UserError with the same sentence as the command line.
+    ``stopped`` says why; SIGTERM also saves, and then has its usual effect. Raises UserError with
+    the same sentence as the command line.
     """
     if resume and not isinstance(config, Mapping):
         return resumed(Run(config), overrides, accept_changes, callbacks, progress)

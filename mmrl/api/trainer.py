@@ -46,15 +46,13 @@ class Trainer:
     prompts: a list of texts or dicts, a pandas frame, a file, folder or data set's id, or the name
     of a data source; None: the data of the policy's configuration. held_out: prompts for
     evaluation, or the share to hold out, by default 5 %, at least one text.
-    reward: a function of ``(samples, prompts)``, or of one ``(sample)`` or ``(sample, prompt)``
-    (``mmrl.api.rewards.batch_reward``); the name of a reward; a list of these, with
-    ``reward_weights``; or a dict, name -> weight, options or function. None: the rewards of the
-    policy's configuration.
+    reward: a function (``mmrl.api.rewards.batch_reward``), the name of a reward, a list of these,
+    with ``reward_weights``, or a dict, name -> weight, options or function; None: the rewards of
+    the policy's configuration.
     objective, advantage, optimizer: a name, ``{name: options}``, or an object or function.
-    learning_rate, iterations, prompts_per_iteration, group_size (samples of each prompt),
-    train_batch_size (samples of an optimizer step; by default as in the configuration, or all of an
-    iteration if that does not divide), seed: settings. overrides: any other, such as
-    ``{"train.evaluate_every": 10}``.
+    learning_rate, iterations, prompts_per_iteration, group_size, train_batch_size, seed: settings;
+    train_batch_size is by default as in the configuration, or all of an iteration if that does not
+    divide. overrides: any other, such as ``{"train.evaluate_every": 10}``.
     run: the folder to write; None: a new one below ``runs``. callbacks: ``mmrl.Callback``s.
 
     Raises UserError for what the command line would refuse, before a model is built.

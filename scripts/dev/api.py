@@ -50,7 +50,7 @@ def page() -> str:
 def entry(name: str) -> str:
     """Describe a function, or a class with its methods and properties."""
     thing = documented(name)
-    lines = [f"### mmrl.{name}\n", code(f"{name}{signature(thing)}"), text_of(thing)]
+    lines = [f"### mmrl.{name}\n", f"`{name}{signature(thing)}`\n", text_of(thing)]
     if inspect.isclass(thing):
         for member, value in vars(thing).items():
             if not member.startswith("_") and inspect.getdoc(value) and described(value):
@@ -73,27 +73,22 @@ def described(value: Any) -> bool:
 
 
 def method(name: str, value: Any) -> str:
-    """Describe a method or a property below its class."""
-    title = f"#### .{name}\n\n"
-    if inspect.isfunction(value):
-        known = signature(value).replace("(self, ", "(").replace("(self)", "()")
-        title += code(f"{name}{known}") + "\n"
-    return f"{title}{text_of(value)}"
+    """Describe a method or a property below its class, in one paragraph with its call."""
+    known = signature(value) if inspect.isfunction(value) else ""
+    known = known.replace("(self, ", "(").replace("(self)", "()")
+    return f"**`.{name}{known}`** {text_of(value)}"
 
 
 def signature(thing: Any) -> str:
-    """Write a signature without the names of modules."""
+    """Write names and defaults of a signature, and what it returns; the text describes the
+    types."""
     known = inspect.signature(thing)
     parts: list[str] = []
     for parameter in known.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
             parts.append("*")
-        text = parameter.name
-        if parameter.annotation is not parameter.empty:
-            text += f": {short(parameter.annotation)}"
-        if parameter.default is not parameter.empty:
-            text += f" = {parameter.default!r}"
-        parts.append(text)
+        given = parameter.default is not parameter.empty
+        parts.append(f"{parameter.name}={parameter.default!r}" if given else parameter.name)
     hides = inspect.isclass(thing) or known.return_annotation in (known.empty, "None", None)
     result = "" if hides else f" -> {short(known.return_annotation)}"
     return f"({', '.join(parts)}){result}"
@@ -105,21 +100,11 @@ def short(annotation: Any) -> str:
     return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)
 
 
-def code(line: str) -> str:
-    """Format a call as Python, one argument per line if it is long."""
-    if len(line) > 100:
-        name, _, rest = line.partition("(")
-        arguments, _, result = rest.rpartition(")")
-        parts = re.split(r", (?=[\w*]+(?::|,|$| =))", arguments)
-        line = f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
-    return f"```python\n{line}\n```\n"
-
-
 def text_of(thing: Any) -> str:
     """Return a docstring as Markdown: paragraphs, with reST's double backticks made single, and
-    each run of ``name: text`` sentences verbatim."""
-    text = inspect.getdoc(thing) or ""
-    return textwrap.dedent(text).replace("``", "`").strip() + "\n"
+    without what it raises, which the page says of all."""
+    text = textwrap.dedent(inspect.getdoc(thing) or "").replace("``", "`")
+    return re.sub(r"\s*Raises UserError[^.]*\.(?=\s|$)", "", text).strip() + "\n"
 
 
 def main() -> None:
