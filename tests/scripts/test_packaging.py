@@ -209,7 +209,7 @@ def test_a_users_modules_of_our_names_are_no_harm(installed, tmp_path):
 def test_the_programs_that_the_docs_start_are_in_the_wheel(installed):
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     modules = {name for name in re.findall(r"-m (mmrl\.[\w.]+)", pages) if name.islower()}
-    assert "mmrl.apps.prepare.reference_rewards" in modules
+    assert "mmrl.apps.prepare.mixture" in modules
     code = (
         "import contextlib, runpy, sys\n"
         "for module in sys.argv[1:]:\n"

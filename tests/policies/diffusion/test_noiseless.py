@@ -36,7 +36,7 @@ def begun(strength=0.25, **options):
 def test_a_strength_that_leaves_ddim_one_step_is_refused_for_what_reads_decisions():
     policy = begun()
     assert policy.steps == 1
-    with pytest.raises(UserError, match="policy options steps and noise_level: the objective loo"):
+    with pytest.raises(UserError, match="policy options steps and noise_level: the objective n"):
         trainer_of(policy).iterate()
     for context in (RolloutContext(), RolloutContext(reads="sample")):
         with torch.no_grad():
