@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "dev")]
 
 import measured  # noqa: E402
 import yaml  # noqa: E402
-from option_docs import beside, markdown, summary, table  # noqa: E402
+from option_docs import beside, markdown, shortened, summary, table  # noqa: E402
 
 from mmrl.config.compatibility import KINDS  # noqa: E402
 from mmrl.config.presets import presets  # noqa: E402
@@ -39,7 +39,7 @@ from mmrl.objectives.kl import KL  # noqa: E402
 from mmrl.objectives.terms.entropy import Entropy  # noqa: E402
 from mmrl.objectives.terms.imitation import Supervision  # noqa: E402
 from mmrl.objectives.terms.importance_sampling import Importance  # noqa: E402
-from mmrl.zoo.curricula.drawing import Around, Counted  # noqa: E402
+from mmrl.zoo.curricula.drawing import Around  # noqa: E402
 from mmrl.zoo.objectives.group_loss import GroupLoss  # noqa: E402
 from mmrl.zoo.objectives.group_preference import _Pairwise  # noqa: E402
 
@@ -225,7 +225,7 @@ FIGURE = (
 # slug of a page -> classes of no name whose options several of its methods have
 BASES: dict[str, dict[str, type]] = {
     "group_losses": {"Every group loss": GroupLoss, "Every loss of pairs": _Pairwise},
-    "data": {"Around another source": Around, "Counting rewards": Counted},
+    "data": {"Around another source": Around},
 }
 SECTIONS = {  # of policy_gradient
     "kl": KL,
@@ -283,7 +283,7 @@ def page(family: Family) -> str:
         parts.append(f"![what was measured]({family.slug}.svg)\n\n{FIGURE}\n")
     for title, base in BASES.get(family.slug, {}).items():
         parents = [other for other in BASES[family.slug].values() if other in base.__mro__[1:]]
-        parts.append(f"## {title}\n\n{table(beside(base, parents)[0])}")
+        parts.append(f"## {title}\n\n{table(shortened(beside(base, parents)[0]))}")
     for name, entry in entries(family).items():
         parts.append(f"## `{name}`\n\n{text_of(entry)}\n\n{facts(family, name, entry)}\n")
         parts.append(options_of(family, entry))
@@ -323,7 +323,7 @@ def options_of(family: Family, entry: Plugin) -> str:
         if inspect.isclass(entry) and base in entry.__mro__:
             known[base] = f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
     rows, changed = beside(entry, known)
-    lines = [table(rows)] if rows else []
+    lines = [table(shortened(rows))] if rows else []
     here = f" Here {', '.join(f'`{n}` is {d}' for n, d in changed.items())}." if changed else ""
     if known:
         lines.append(f"Also: {', '.join(known.values())}.{here}\n")
@@ -356,7 +356,7 @@ def regularisers() -> str:
         line = f"`objective: {{policy_gradient: {{{key}: {{...}}}}}}`"
         parts.append(f"## `{key}`\n\n{text_of(section)}\n")
         parts.append(" ".join([line, *_listed("Presets", filling)]) + "\n")
-        parts.append(table(beside(section, [])[0]))
+        parts.append(table(shortened(beside(section, [])[0])))
     return "\n".join(parts)
 
 
@@ -373,7 +373,8 @@ def index() -> str:
 
 def _note() -> str:
     return (
-        "Written by `scripts/dev/methods.py` from the registry; `mmrl list` prints the same names."
+        "Written by `scripts/dev/methods.py` from the registry, shortened; `mmrl list NAME` prints "
+        "the rest."
     )
 
 

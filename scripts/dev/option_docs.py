@@ -22,6 +22,11 @@ MARK = re.compile(r"(?:^|(?<=[.;:)]\s)|(?<=\n))((?:`*\w+`*)(?:(?:,| and|, and)\s
 
 SENTENCE = re.compile(r"(?<=[^ .][.])(?<!Dr\.)\s+(?=[A-Z])")
 TITLE = re.compile(r'(\d{4}[a-z]?), "[^"]+"')  # of a paper, after its year
+SOURCE = re.compile(r"[A-Z][\w'-]*(?: (?:et al\.|and|[A-Z][\w'-]*))* \d{4}[a-z]?")
+# outside parentheses
+CLAUSE = re.compile(r"""(?:;\s+|\.\s+(?=["`]|null|false))(?![^(\[{]*[)\]}])""")
+VALUE = re.compile(r"""or |one of |null|None|\W?\w+\W?: |["`]+\w+["`]+""")
+LONGEST = 24  # words of a cell that has several clauses
 
 
 def described(entry: Any) -> dict[str, str]:
@@ -41,15 +46,32 @@ def prose(entry: Any) -> str:
     )
 
 
-def summary(entry: Any, words: int = 36) -> str:
-    """Return the beginning of ``prose`` as one paragraph: whole sentences, at least two, within
-    ``words``; titles of papers are left out."""
+def summary(entry: Any, words: int = 30) -> str:
+    """Return the beginning of ``prose`` as one paragraph: its first sentence, and whole sentences
+    within ``words``; of the next one only the paper. Titles of papers are left out."""
     text = TITLE.sub(r"\1", " ".join(prose(entry).split()))
-    sentences = SENTENCE.split(text)
-    count = 2
-    while count < len(sentences) and len(" ".join(sentences[: count + 1]).split()) <= words:
-        count += 1
-    return " ".join(sentences[:count])
+    kept, *rest = SENTENCE.split(text)
+    for sentence in rest:
+        if len(f"{kept} {sentence}".split()) > words:
+            source = SOURCE.match(sentence)
+            return f"{kept} {source[0]}." if source else kept
+        kept = f"{kept} {sentence}"
+    return kept
+
+
+def shortened(rows: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Return rows of options with the clauses of their texts that fit, or explain a value."""
+    return {name: (default, clauses(text)) for name, (default, text) in rows.items()}
+
+
+def clauses(text: str) -> str:
+    """Return the first clause of a text, and later ones within ``LONGEST`` words or that begin
+    with what they explain: ``null: ...``, ``"path" lets ...``."""
+    kept, *rest = CLAUSE.split(text)
+    for clause in rest:
+        if len(f"{kept} {clause}".split()) <= LONGEST or VALUE.match(clause):
+            kept = f"{kept}; {clause}"
+    return kept
 
 
 def _parts(entry: Any) -> Iterator[Any]:

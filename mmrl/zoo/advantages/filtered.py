@@ -29,10 +29,10 @@ TINY = 1e-12  # a smaller spread counts as zero
 class Filtered:
     """Compare only the best k of each group by any quantity, and drop flat groups (GFPO).
 
-    Shrivastava et al. 2025, "Sample more to think less" (GFPO: by: length, prefer: lowest, or by:
-    reward_per_token). Shen and Zhang 2024, "Policy filtration in RLHF" (PF-PPO: statistics: all
-    with prefer: highest and keep: 1, best_and_random and keep: 2, or ends and keep: 2). GTPO's
-    filter: by: surprisal, at_most: 0.7.
+    Shrivastava et al. 2025, "Sample more to think less": GFPO has ``{by: length, prefer: lowest}``
+    or ``{by: reward_per_token}``. Shen and Zhang 2024, "Policy filtration in RLHF": PF-PPO has
+    ``{statistics: all}`` with the best row, the best and a random one, or the best and the worst.
+    GTPO has ``{by: surprisal, at_most: 0.7}``.
 
     base: the advantage of the rows kept. by: "reward" (the weighted sum), "reward_per_token",
     "length", "logprob", "surprisal" (mean -log p, nats), "entropy", "self_certainty", or a reward,
