@@ -135,7 +135,7 @@ def test_films_are_played_and_rated(tmp_path):
     assert rated["chosen"] == better["video"] and worse["video"].endswith(".mp4")
     known = of_file(tmp_path / "ratings.jsonl")({"text": pair["prompt"]})
     assert [each.media().shape for each in known] == [(3, 3, 16, 32)] * 2
-    ((file, _),) = read_ratings(tmp_path / "ratings.jsonl").files
+    ((file, _),) = read_ratings(tmp_path / "ratings.jsonl").samples
     assert load_frames(file).shape == (3, 3, 16, 32)
 
 
