@@ -40,15 +40,17 @@ def short() -> str:
     that check answers, which docs/verifiable-rewards.md describes, and those with gradients by
     name only."""
     load_built_in()
-    own = {n: e for n, e in sorted(REWARDS.items()) if e.__module__.startswith("rewards.")}
-    checks = [name for name, entry in own.items() if entry.__module__.startswith("rewards.answers")]
+    defined = {n: e for n, e in sorted(REWARDS.items()) if e.__module__.startswith("rewards.")}
+    checks = [
+        name for name, entry in defined.items() if entry.__module__.startswith("rewards.answers")
+    ]
     rows = (
         [f"`{name}`", _about(entry), _judges(card_of(entry)), _weights(card_of(entry))]
-        for name, entry in own.items()
+        for name, entry in defined.items()
         if name not in checks
     )
     table = _table(("name", "what it says", "judges", "weights and licence"), rows)
-    smooth = [name for name, entry in own.items() if card_of(entry).differentiable]
+    smooth = [name for name, entry in defined.items() if card_of(entry).differentiable]
     return (
         f"{table}\nDifferentiable: {_names(smooth)}.\n\n"
         f"[Of answers](verifiable-rewards.md#what-there-is): {_names(checks)}.\n"
