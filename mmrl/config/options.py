@@ -34,9 +34,9 @@ class SlowFast:
     from weights w_0 the fast steps lead to w_K; the slow step starts at w_0 + reposition
     (w_K - w_0). (The paper stops by the entropy; this stops by the iteration.)
 
-    ``fast_steps``: on the same rows, before the step back. ``reposition``: share of the way to w_K
-    at which the slow step starts; 1: no step back. ``iterations``: number of first iterations with
-    it; null: all.
+    ``fast_steps``: on the same rows, before the step back. ``reposition``: share of the way of the
+    fast steps that is kept; 1: no step back. ``iterations``: number of first iterations with it;
+    null: all.
     """
 
     fast_steps: Count = 3
@@ -54,8 +54,9 @@ class RewardGradients:
     weights of the configuration. It costs a forward and backward pass over all rows for each
     reward, plus one.
 
-    ``rate``: of that update. ``measure``: the product (the paper), or its cosine, which does not
-    depend on scales (our addition). ``least``: this part of the shares stays uniform.
+    ``rate``: how fast the shares follow the gradients. ``measure``: the agreement of two gradients:
+    their product (the paper), or their cosine, which does not depend on scales (our addition).
+    ``least``: this part of the shares stays uniform.
     """
 
     rate: Positive = 1.0

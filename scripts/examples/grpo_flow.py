@@ -48,7 +48,8 @@ class Rollout(NamedTuple):
 
 
 class FlowGRPO:
-    """Samples, scores and trains; ``noise_level`` is that of the first ``noisy`` of ``steps``."""
+    """Samples, scores and trains; the first ``noisy`` of ``steps`` steps add noise of
+    ``noise_level``, the others none."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class Draw(LogitsProcessor):
 
 
 class GRPO:
-    """Samples, scores and trains; ``temperature`` 1, every token of the vocabulary."""
+    """Samples, scores and trains, at temperature 1 and over the whole vocabulary."""
 
     def __init__(self, model: Any, processor: Any, max_new_tokens: int = 4, clip: float = 0.2):
         self.model = model.eval()  # no dropout: scores equal those of sampling

@@ -29,8 +29,7 @@ from samplers.processes import Flow, Process
 
 BUILT_IN = frozenset(tables.KERNELS.values())
 FEW = 8  # rows; a matmul of fewer rounds differently (docs/lab-notes.md)
-
-
+# (steps, iteration, rng) -> [K] bool, where noise is injected
 Window = Callable[[int, int, Rng], Tensor]
 
 

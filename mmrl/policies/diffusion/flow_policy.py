@@ -75,7 +75,6 @@ from samplers.solvers import Step
 from samplers.windows import FIXED, all_steps
 
 Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
-# (steps, iteration, rng) -> [K] bool, where noise is injected
 Solver = Callable[[Process], Step]
 Storage = Literal["float32", "bfloat16", "float16"]
 

@@ -34,8 +34,8 @@ class AdaptiveSampling(Stage):
     """Samples a prompt again, in rounds, until its rewards give a signal (Reinforce-Ada).
 
     ``rounds``: the most additional ones. ``round_size``: samples of a prompt in each; null:
-    ``train.group_size``. ``until``: half of a group's size are positive and half negative
-    (balanced), or one is positive. ``threshold``: a total reward above it is positive.
+    ``train.group_size``. ``until``: balanced: half of a group's size are positive and half
+    negative; positive: one is positive. ``threshold``: a total reward above it is positive.
 
     A prompt is done when enough of its samples are positive and negative. As many samples are
     trained on as the group has rows, half of them positive if possible, the earliest first. Their

@@ -34,10 +34,11 @@ class Corrections:
     as published; the rest stays wrong). All are trained on as the policy's own answers to the plain
     prompt. An answer that would exceed the policy's length limit stays as it was.
 
-    ``continued``: ``cue`` is appended to the answer and the policy continues. ``answer``:
-    ``correction`` is appended. ``solution``: the prompt's field ``field`` replaces the answer, or
-    ``correction`` is appended where there is none. ``cue``: a text (mmrl's). ``correction``: a text
-    (mmrl's) with the right answer as {feedback}. ``field``: of the prompt, with a whole solution.
+    ``continued``: share of the wrong answers to which ``cue`` is appended, and which the policy
+    continues. ``answer``: share to which ``correction`` is appended. ``solution``: share that the
+    prompt's field ``field`` replaces; where there is none, ``correction`` is appended. ``cue``: a
+    text (mmrl's). ``correction``: a text (mmrl's) with the right answer as {feedback}. ``field``:
+    of the prompt, with a whole solution.
     """
 
     continued: Annotated[float, Ge(0), Le(1)] = 0.5
