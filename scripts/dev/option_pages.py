@@ -85,7 +85,7 @@ def defaults(entry: Plugin) -> str:
 def stages() -> str:
     about = (
         "Entries of `train.stages`: what chooses, changes or adds rows of an iteration. Those "
-        "below run in one fixed order; [your own](../extending.md#a-stage-in-40-lines) run after "
+        "below run in one fixed order; [your own](../extending.md#a-stage-in-20-lines) run after "
         "them, in the order of the list."
     )
     known = {name: entry for name, entry in own(STAGES) if not STAGES.unfit(entry)}

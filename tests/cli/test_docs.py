@@ -120,7 +120,7 @@ def test_a_plug_in_is_as_short_as_promised(subtests):
 
 def test_what_is_promised_is_what_was_asked():
     kinds = {"my_reward.py": 20, "my_flow.py": 40, "my_surrogate.py": 10, "my_data.py": 10}
-    kinds["my_stage.py"] = 40
+    kinds["my_filter.py"] = 20
     assert {name: PROMISED.get(name) for name in kinds} == kinds
 
 
@@ -135,7 +135,7 @@ def test_the_guide_works_from_top_to_bottom(bench):
         else:
             assert block.name, f"extending.md:{block.line}: a block without a name"
             save(block, bench)
-    assert len(ran) == 10 and (bench / "better" / "velocity.safetensors").is_file()
+    assert len(ran) == 11 and (bench / "better" / "velocity.safetensors").is_file()
     for folder in ("first", "parabola", "weighted", "rank"):
         rewards = [line["reward/mean"] for line in read_run(bench / "runs" / folder).metrics]
         start = sum(rewards[:3]) / 3
