@@ -53,11 +53,16 @@ TEMPLATE = (
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "real")
-    if not (folder / "smollm2" / "config.json").exists():
-        with tempfile.TemporaryDirectory() as draft:
-            text_model(fetched(Path(draft)), folder / "smollm2")
-    if not (folder / "smolvlm" / "config.json").exists():
-        vision_language_model(folder / "smollm2", folder / "smolvlm")
+    folder.mkdir(parents=True, exist_ok=True)
+    # each is written beside its place and then moved: an interrupted one begins again
+    with tempfile.TemporaryDirectory(dir=folder) as draft:
+        new = Path(draft) / "new"
+        if not (folder / "smollm2").exists():
+            text_model(fetched(Path(draft)), new)
+            new.rename(folder / "smollm2")
+        if not (folder / "smolvlm").exists():
+            vision_language_model(folder / "smollm2", new)
+            new.rename(folder / "smolvlm")
     print(f"{folder}/smollm2 and {folder}/smolvlm are ready")
 
 

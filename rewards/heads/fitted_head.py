@@ -45,9 +45,10 @@ class FittedHead:
         path: the folder that ``mmrl fit-head`` wrote, whose ``head.json`` names the encoder; or
             files with a chain of linear layers, or ``org/repo/file``, on the encoder ``model``.
         model: of files: ``name/tag`` of open_clip, a folder or hub id.
-        kind: of ``model``: ``clip`` (open_clip), ``vision`` or ``text`` (transformers).
-        features: ``media``, or ``media_and_text``: image x, prompt y and x * y joined (``clip``).
-        pool: of a text model: ``mean`` over tokens, or the ``last``.
+        kind: of ``model``: ``clip`` (open_clip; None), ``vision`` or ``text`` (transformers).
+        features: of ``model``: ``media`` (None), or ``media_and_text``: image x, prompt y and x * y
+            joined (``clip``).
+        pool: of a text ``model``: ``mean`` over tokens (None), or the ``last``.
         weights: of a head's outputs; None: their mean.
         how: see above.
         penalty: see above.
@@ -65,9 +66,9 @@ class FittedHead:
         self,
         path: str | list[str],
         model: str | None = None,
-        kind: Kind = "clip",
-        features: Features = "media",
-        pool: Pool = "mean",
+        kind: Kind | None = None,
+        features: Features | None = None,
+        pool: Pool | None = None,
         weights: list[float] | None = None,
         how: Literal["mean", "worst", "uncertainty"] = "mean",
         penalty: Annotated[float, Ge(0)] = 1.0,
@@ -76,10 +77,17 @@ class FittedHead:
         batch_size: BatchSize = 64,
         device: str = "auto",
     ):
-        encoder: dict[str, Any] = {"model": model, "kind": kind, "features": features, "pool": pool}
+        options = {"kind": kind, "features": features, "pool": pool}
+        chosen = {key: value for key, value in options.items() if value is not None}
+        encoder: dict[str, Any] = {"model": model, "kind": "clip"} | chosen
         files = [path] if isinstance(path, str) else list(path)
         if model is None:
             files, encoder = read_folder(files)
+            if chosen:
+                raise UserError(
+                    f"reward 'fitted_head': {', '.join(chosen)} are of the encoder `model` of "
+                    f"files; {ABOUT} of the folder says them: leave them out"
+                )
         self.heads, self.width, outputs = load_heads(files, activation)
         if weights is not None and len(weights) != outputs:
             raise UserError(

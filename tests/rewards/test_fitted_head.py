@@ -189,6 +189,8 @@ def test_what_cannot_be_used_is_said_before_a_model_is_loaded(scans, clip, tmp_p
     words = ("fit-head", scans / "rated.csv", "--clip", clip, "--out", "head", "--device", "cpu")
     mmrl(*words, cwd=tmp_path)
     assert set(load_file(tmp_path / "head" / "head.safetensors")) >= {"mean", "std"}
+    with pytest.raises(UserError, match="pool are of the encoder `model` of files"):
+        fitted_head(str(tmp_path / "head"), pool="last", device="cpu")
     for content, message in (("{", "not JSON"), ('{"kind": "os"}', "names no model")):
         (tmp_path / "head" / "head.json").write_text(content)
         with pytest.raises(UserError, match=message):
