@@ -94,6 +94,7 @@ class FlowGRPO:
         velocity = self.net(
             hidden_states=x, timestep=1000 * t.expand(len(x)), return_dict=False, **cond
         )[0]
+        # its noise is infinite at t = 1: it must know the grid's second time to tell the first step
         return flow_sde(x, velocity, t, s, noise_level, second=float(self.times[1]))
 
     @torch.no_grad()

@@ -123,6 +123,8 @@ def test_what_cannot_be_paired_is_said_before_any_run(desk):
         plan(settings_of(["a.yaml", "b.yaml"]), 2, {})
     with pytest.raises(UserError, match="clip_rangs"):
         plan(settings_of(["a.yaml"], ["objective.clip_rangs=1"]), 2, {})
+    with pytest.raises(UserError, match="lr=0.1 is the same configuration as a"):
+        plan(settings_of(["a.yaml"], ["optimizer.adamw.lr=0.1"]), 2, {})
     assert not calls(desk)
 
 
@@ -224,6 +226,7 @@ def test_a_verdict_never_says_more_than_the_interval():
     assert said(-0.3, -0.1).startswith("b has a lower held-out reward")
     assert "may be up to 0.3 better or 0.1 worse" in said(-0.1, 0.3)
     assert "among 4 comparisons that is not enough" in said(0.1, 0.3, holm=0.2, count=4)
+    assert "all scores are equal" in said(0.0, 0.0)
     assert "too little was measured" in said(-np.inf, np.inf)
     for low, high in ((-0.1, 0.3), (0.0, 0.2)):
         assert said(low, high).startswith("No difference in held-out reward is shown")

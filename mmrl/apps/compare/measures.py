@@ -220,6 +220,8 @@ def sentence(comparison: Comparison, count: int) -> str:
             f"{start}: the interval leaves out zero, but among {count} comparisons that is not "
             f"enough (Holm's p {comparison.holm:.2g})."
         )
+    if difference.low == difference.mean == difference.high == 0:
+        return f"{start}: all scores are equal, as if both were the same training."
     if not np.isfinite(difference.high - difference.low):
         return f"{start}: too little was measured for an interval."
     return (

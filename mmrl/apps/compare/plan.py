@@ -36,6 +36,7 @@ def plan(settings: list[Setting], seeds: int, budget: dict[str, float]) -> Plan:
     configurations = [
         read(find_config(s.config), overrides_of(s, budget, seed=0)) for s in settings
     ]
+    _different(settings, configurations)
     _evaluated_alike(settings, configurations)
     rewards = [_sections(configuration) for configuration in configurations]
     trained = [names[("reward",)] for names in rewards]
@@ -62,6 +63,17 @@ def _sections(configuration: Config) -> dict[tuple[str, ...], list[str]]:
         section: list(short_names(classes(configuration, section)).values())
         for section in rewarded(configuration)
     }
+
+
+def _different(settings: Sequence[Setting], configurations: Sequence[Config]) -> None:
+    """Refuse two settings that would train the same runs."""
+    for i, setting in enumerate(settings):
+        for other, configuration in zip(settings[:i], configurations, strict=False):
+            if configuration.plain == configurations[i].plain:
+                raise UserError(
+                    f"{setting.label} is the same configuration as {other.label}: its changes "
+                    f"are the values that are there already; change a value"
+                )
 
 
 def _evaluated_alike(settings: Sequence[Setting], configurations: Sequence[Config]) -> None:
