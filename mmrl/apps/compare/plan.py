@@ -68,10 +68,10 @@ def _sections(configuration: Config) -> dict[tuple[str, ...], list[str]]:
 def _different(settings: Sequence[Setting], configurations: Sequence[Config]) -> None:
     """Refuse two settings that would train the same runs."""
     for i, setting in enumerate(settings):
-        for other, configuration in zip(settings[:i], configurations, strict=False):
+        for earlier, configuration in zip(settings[:i], configurations, strict=False):
             if configuration.plain == configurations[i].plain:
                 raise UserError(
-                    f"{setting.label} is the same configuration as {other.label}: its changes "
+                    f"{setting.label} is the same configuration as {earlier.label}: its changes "
                     f"are the values that are there already; change a value"
                 )
 
