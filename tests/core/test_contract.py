@@ -6,7 +6,6 @@ tests/advantages/test_advantages.py, rewards in tests/rewards/test_rewards.py; t
 windows are compared with numbers in tests/samplers/test_schedules.py.
 """
 
-import inspect
 import json
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from mmrl.config import build
 from mmrl.core import registry
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
-from mmrl.core.registry import ALL, DATA, GRIDS, KERNELS, OBJECTIVES, OPTIMIZERS, WINDOWS, describe
+from mmrl.core.registry import ALL, DATA, GRIDS, KERNELS, OBJECTIVES, WINDOWS, describe
 from mmrl.core.types import Point
 from mmrl.objectives import Objective, PolicyGradient
 from mmrl.objectives.contracts import CONTRACTS, HasTeacher, undeclared
@@ -33,180 +31,89 @@ from tests.fixtures import toys
 
 registry.load_built_in()
 
-# The smallest options that build an entry: (registry, name) -> options. Not needed where the
-# defaults build it.
-# Strings with {} are formatted with ``tmp``, a folder that holds prompts.txt, and ``tiny:NAME``, a
-# tiny model's folder.
-VIDEO = {"size": 16, "frames": 3, "steps": 3, "fixed_batch_rows": 8, "text_length": 16}
-SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
-    ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "max_new_tokens": 6},
-    # from itself there is nothing to learn
-    ("objectives", "dmd"): {"guidance_scale": 2.0},
-    ("objectives", "distill"): {"teachers": [{"policy": "tests.fixtures.toys:ToyFlow"}]},
-    ("policies", "sd3"): {
-        "path": "world:digits/sd3-test",
-        "size": 32,
-        "steps": 4,
-        "fixed_batch_rows": 8,
-    },
-    ("policies", "amused"): {"path": "{tiny:amused}", "steps": 3, "fixed_batch_rows": 8},
-    ("policies", "masked_lm"): {
-        "path": "{tiny:bert}",
-        "max_new_tokens": 6,
-        "block": 3,
-        "steps": 4,
-        "fixed_batch_rows": 8,
-    },
-    ("policies", "masked_image_lm"): {
-        "path": "{tiny:bert}",
-        "decoder": "{tiny:amused}/vqvae",
-        "first": 4,
-        "codes": 12,
-        "side": 4,
-        "steps": 3,
-        "fixed_batch_rows": 8,
-    },
-    ("policies", "sd"): {"path": "{tiny:sd}", "size": 16, "steps": 3, "fixed_batch_rows": 8},
-    ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "fixed_batch_rows": 8},
-    ("policies", "flux"): {
-        "path": "{tiny:flux}",
-        "size": 16,
-        "steps": 3,
-        "fixed_batch_rows": 8,
-        "text_length": 16,
-    },
-    ("policies", "wan"): {
-        "path": "{tiny:wan}",
-        "size": 8,
-        "frames": 3,
-        "steps": 3,
-        "fixed_batch_rows": 8,
-        "text_length": 16,
-    },
-    ("policies", "flux2"): {
-        "path": "{tiny:flux2}",
-        "size": 16,
-        "steps": 3,
-        "fixed_batch_rows": 8,
-        "text_length": 12,
-        "text_layers": [1, 2, 3],
-    },
-    ("policies", "lcm"): {"path": "{tiny:lcm}", "size": 16, "steps": 3, "fixed_batch_rows": 8},
-    ("policies", "flux_kontext"): {
-        "path": "{tiny:flux_kontext}",
-        "size": 16,
-        "steps": 3,
-        "fixed_batch_rows": 8,
-        "text_length": 16,
-    },
-    ("policies", "qwen_edit"): {
-        "path": "{tiny:qwen_edit}",
-        "size": 16,
-        "steps": 3,
-        "fixed_batch_rows": 8,
-        "text_length": 64,
-    },
-    ("policies", "pipeline"): {
-        "path": "{tiny:sd}",
-        "call": {"height": 16, "width": 16},
-        "steps": 3,
-        "fixed_batch_rows": 8,
-    },
-    ("policies", "module"): {
-        "net": "{here}/tiny_module.py:Tiny",
-        "shape": [3, 4, 4],
-        "steps": 3,
-        "fixed_batch_rows": 8,
-    },
-    ("policies", "qwen_image"): {
-        "path": "{tiny:qwen_image}",
-        "size": 16,
-        "steps": 3,
-        "fixed_batch_rows": 8,
-        "text_length": 12,
-    },
-    ("policies", "sana"): {
-        "path": "{tiny:sana}",
-        "size": 32,
-        "steps": 3,
-        "fixed_batch_rows": 8,
-        "text_length": 16,
-    },
-    ("policies", "z_image"): {
-        "path": "{tiny:z_image}",
-        "size": 16,
-        "steps": 3,
-        "fixed_batch_rows": 8,
-        "text_length": 12,
-    },
-    ("policies", "janus"): {"path": "{tiny:janus}"},
-    ("policies", "janus_unified"): {
+# The smallest options that build an entry, where the defaults do not. Strings with {} are formatted
+# with ``tmp``, a folder that holds prompts.txt, and ``tiny:NAME``, a tiny model's folder.
+STEPS = {"steps": 3, "fixed_batch_rows": 8}
+FLOW = STEPS | {"size": 16}
+VIDEO = FLOW | {"frames": 5, "text_length": 16}
+MMADA = {"decoder": "{local}/my_mmada.py:codec", "first": 19, "codes": 8, "side": 2, "steps": 3}
+CODES = {"decoder": "{tiny:amused}/vqvae", "first": 4, "codes": 12, "side": 4}
+POLICY_OPTIONS: dict[str, dict[str, Any]] = {
+    "vlm": {"path": "{tiny:qwen2_5_vl}", "max_new_tokens": 6},
+    "sd3": STEPS | {"path": "world:digits/sd3-test", "size": 32, "steps": 4},
+    "amused": STEPS | {"path": "{tiny:amused}"},
+    "masked_lm": STEPS | {"path": "{tiny:bert}", "max_new_tokens": 6, "block": 3, "steps": 4},
+    "masked_image_lm": STEPS | CODES | {"path": "{tiny:bert}"},
+    "sd": FLOW | {"path": "{tiny:sd}"},
+    "sdxl": FLOW | {"path": "{tiny:sdxl}"},
+    "flux": FLOW | {"path": "{tiny:flux}", "text_length": 16},
+    "wan": VIDEO | {"path": "{tiny:wan}", "size": 8, "frames": 3},
+    "flux2": FLOW | {"path": "{tiny:flux2}", "text_length": 12, "text_layers": [1, 2, 3]},
+    "lcm": FLOW | {"path": "{tiny:lcm}"},
+    "flux_kontext": FLOW | {"path": "{tiny:flux_kontext}", "text_length": 16},
+    "qwen_edit": FLOW | {"path": "{tiny:qwen_edit}", "text_length": 64},
+    "pipeline": STEPS | {"path": "{tiny:sd}", "call": {"height": 16, "width": 16}},
+    "module": STEPS | {"net": "{here}/tiny_module.py:Tiny", "shape": [3, 4, 4]},
+    "qwen_image": FLOW | {"path": "{tiny:qwen_image}", "text_length": 12},
+    "sana": FLOW | {"path": "{tiny:sana}", "size": 32, "text_length": 16},
+    "z_image": FLOW | {"path": "{tiny:z_image}", "text_length": 12},
+    "janus": {"path": "{tiny:janus}"},
+    "janus_unified": {
         "path": "{tiny:janus}",
         "answer": {"max_new_tokens": 6},
         "plan": {"max_new_tokens": 5},
     },
-    ("policies", "unified_flow"): {
-        "code": "{local}/my_bagel.py:build",
-        "remote_code": True,
-        "think": 4,
-        "steps": 3,
-        "fixed_batch_rows": 8,
-    },
-    ("policies", "unified_masked"): {
+    "unified_flow": STEPS | {"code": "{local}/my_bagel.py:build", "remote_code": True, "think": 4},
+    "unified_masked": {
         "path": "{local}/tokenizer",
         "code": "{local}/my_mmada.py:build",
         "remote_code": True,
         "max_new_tokens": 4,
         "steps": 2,
         "fixed_batch_rows": 8,
-        "picture": {
-            "decoder": "{local}/my_mmada.py:codec",
-            "first": 19,
-            "codes": 8,
-            "side": 2,
-            "steps": 3,
-        },
+        "picture": MMADA,
     },
-    ("policies", "emu3"): {"path": "{tiny:emu3}", "size": 24},
-    ("policies", "glm_image"): {"path": "{tiny:glm_image}", "size": 64, "steps": 2},
-    ("policies", "var"): {"path": "{tiny:var}"},
-    ("policies", "llamagen"): {"path": "{tiny:llamagen}", "text_encoder": "{tiny:llamagen}/t5"},
-    ("policies", "wan_i2v"): VIDEO | {"path": "{tiny:wan_i2v}", "frames": 5},
-    ("policies", "skyreels_i2v"): VIDEO | {"path": "{tiny:skyreels_i2v}", "frames": 5},
-    ("policies", "ltx"): VIDEO | {"path": "{tiny:ltx}", "size": 8, "frames": 5},
-    ("policies", "cogvideox"): VIDEO | {"path": "{tiny:cogvideox}", "frames": 5, "steps": 4},
-    ("policies", "hunyuan_video"): VIDEO
-    | {"path": "{tiny:hunyuan_video}", "frames": 5, "text_length": 64},
-    ("policies", "hunyuan_i2v"): VIDEO
-    | {"path": "{tiny:hunyuan_i2v}", "frames": 5, "text_length": 96},
-    ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
-    ("data", "captions"): {"path": "{tmp}"},
-    ("data", "preferences"): {"path": "{tmp}/judged.jsonl", "held_out": 0.2},
-    ("data", "vision"): {"path": "{tmp}/questions.jsonl"},
-    ("data", "paired"): {"path": "{tmp}/pairs.jsonl"},
-    ("data", "digits"): {"captions": 40},
-    ("data", "mixture"): {"sources": {"one": {"digits": {"captions": 40}}, "two": "digits"}},
-    ("data", "self_instruct"): {"of": {"digits": {"captions": 40}}},
-    ("data", "hints"): {"of": {"digits": {"captions": 40}}, "field": "text"},
-    ("data", "suggestions"): {"of": {"digits": {"captions": 40}}, "field": "text"},
-    ("data", "forms"): {"of": {"digits": {"captions": 40}}, "forms": {"plain": "{text}"}},
-    ("data", "difficulty"): {"of": {"digits": {"captions": 40}}, "field": "text"},
-    ("data", "replay"): {"of": {"digits": {"captions": 40}}},
-    ("data", "knapsack"): {"of": {"digits": {"captions": 40}}},
-    ("data", "adaptive_group_size"): {"of": {"digits": {"captions": 40}}},
-    ("data", "vade"): {"of": {"digits": {"captions": 40}}},
-    ("data", "single_stream"): {"of": {"digits": {"captions": 40}}},
-    ("data", "vas"): {"of": {"digits": {"captions": 40}}},
-    ("data", "pcl"): {"of": {"digits": {"captions": 40}}},
-    ("data", "sec"): {"of": {"digits": {"captions": 40}}, "field": "text"},
-    ("data", "recorded"): {"of": {"digits": {"captions": 40}}, "path": "{tmp}/rewards.jsonl"},
-    ("data", "limr"): {"of": {"digits": {"captions": 40}}, "path": "{tmp}/recorded.jsonl"},
-    ("data", "by_variance"): {"of": {"digits": {"captions": 40}}, "path": "{tmp}/recorded.jsonl"},
-    ("data", "depo"): {"of": {"digits": {"captions": 40}}},
-    ("data", "digits_questions"): {"kinds": ["box", "frame"], "scenes": 8, "held_out_scenes": 4},
+    "emu3": {"path": "{tiny:emu3}", "size": 24},
+    "glm_image": {"path": "{tiny:glm_image}", "size": 64, "steps": 2},
+    "var": {"path": "{tiny:var}"},
+    "llamagen": {"path": "{tiny:llamagen}", "text_encoder": "{tiny:llamagen}/t5"},
+    "wan_i2v": VIDEO | {"path": "{tiny:wan_i2v}"},
+    "skyreels_i2v": VIDEO | {"path": "{tiny:skyreels_i2v}"},
+    "ltx": VIDEO | {"path": "{tiny:ltx}", "size": 8},
+    "cogvideox": VIDEO | {"path": "{tiny:cogvideox}", "steps": 4},
+    "hunyuan_video": VIDEO | {"path": "{tiny:hunyuan_video}", "text_length": 64},
+    "hunyuan_i2v": VIDEO | {"path": "{tiny:hunyuan_i2v}", "text_length": 96},
+}
+DIGITS = {"of": {"digits": {"captions": 40}}}
+OF_OTHERS = "self_instruct replay knapsack adaptive_group_size vade single_stream vas pcl depo"
+DATA_OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(OF_OTHERS.split(), DIGITS) | {
+    "prompts": {"path": "{tmp}/prompts.txt"},
+    "captions": {"path": "{tmp}"},
+    "preferences": {"path": "{tmp}/judged.jsonl", "held_out": 0.2},
+    "vision": {"path": "{tmp}/questions.jsonl"},
+    "paired": {"path": "{tmp}/pairs.jsonl"},
+    "digits": {"captions": 40},
+    "mixture": {"sources": {"one": {"digits": {"captions": 40}}, "two": "digits"}},
+    "hints": DIGITS | {"field": "text"},
+    "suggestions": DIGITS | {"field": "text"},
+    "forms": DIGITS | {"forms": {"plain": "{text}"}},
+    "difficulty": DIGITS | {"field": "text"},
+    "sec": DIGITS | {"field": "text"},
+    "recorded": DIGITS | {"path": "{tmp}/rewards.jsonl"},
+    "limr": DIGITS | {"path": "{tmp}/recorded.jsonl"},
+    "by_variance": DIGITS | {"path": "{tmp}/recorded.jsonl"},
+    "digits_questions": {"kinds": ["box", "frame"], "scenes": 8, "held_out_scenes": 4},
+}
+SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
+    **{("policies", name): options for name, options in POLICY_OPTIONS.items()},
+    **{("data", name): options for name, options in DATA_OPTIONS.items()},
+    # from itself there is nothing to learn
+    ("objectives", "dmd"): {"guidance_scale": 2.0},
+    ("objectives", "distill"): {"teachers": [{"policy": "tests.fixtures.toys:ToyFlow"}]},
     ("timestep_schedules", "dynamic"): {"mu": 0.5},
     ("judges", "server"): {"url": "http://127.0.0.1:1/v1"},
 }
+
 
 HERE = Path(__file__).parents[1] / "fixtures"
 ENTRIES = [(kind, name) for kind, known in ALL.items() for name in known]
@@ -261,10 +168,6 @@ def made(
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# every entry
-
-
 def test_an_entry_says_what_it_is_in_a_line_that_fits():
     lines = {(kind, name): describe(ALL[kind][name]) for kind, name in ENTRIES}
     assert not [entry for entry, line in lines.items() if not 0 < len(line) <= 110]
@@ -293,105 +196,33 @@ def test_an_unknown_option_is_refused_with_what_there_is():
         assert all(key in str(error.value) for key in options), (kind, name)
 
 
-def test_options_of_a_function_have_defaults():
-    """Positional parameters are the caller's; what the user sets must be able to stay away."""
-    needed = [
-        f"{kind} {name}: {key}"
-        for kind, name in ENTRIES
-        if not inspect.isclass(ALL[kind][name])
-        for key, option in registry.options(ALL[kind][name]).items()
-        if option.default is option.empty
-    ]
-    assert not needed
-
-
-def test_a_name_that_cannot_be_built_is_told_where_to_add_its_options(monkeypatch):
-    monkeypatch.setitem(DATA, "needy", type("Needy", (), {"__init__": lambda self, path: None}))
-    with pytest.raises(
-        pytest.fail.Exception,
-        match=r"data 'needy' cannot be built: .*missing "
-        r"path.* SMALLEST in ",
-    ):
-        made("data", "needy")
-
-
-def test_the_tables_name_only_what_is_registered():
-    stale = [f"{kind} {name}" for kind, name in SMALLEST if name not in ALL[kind]]
-    assert not stale, stale
-
-
-# --------------------------------------------------------------------------------------------------
-# kernels
-
 TIMES = [(1.0, 0.8), (0.8, 0.3), (0.3, 0.05), (0.05, 0.0)]
 
 
-@pytest.fixture(params=KERNELS)
-def kernel(request):
-    return made("sde_types", request.param)
-
-
-def latents(shape=(3, 2, 4, 4), dtype=torch.float64):
-    rng = Rng.of("latents")
-    rows = torch.arange(shape[0])
-    return tuple(rng.normal(rows, shape[1:], step, dtype) for step in (0, 1))
-
-
-def on_rows(x, *values):
-    return [torch.full((len(x),), value, dtype=x.dtype) for value in values]
-
-
-def test_a_kernel_returns_a_mean_and_one_std_a_row(kernel):
-    for shape in [(3, 2), (3, 2, 4, 4), (3, 2, 5, 4, 4)]:
-        x, v = latents(shape, torch.float32)
-        for t, s in TIMES:
-            mean, std = kernel(x, v, *on_rows(x, t, s, 0.4))
-            assert mean.shape == x.shape and std.shape == (len(x), *[1] * (x.ndim - 1))
-            assert mean.dtype == std.dtype == torch.float32 and mean.isfinite().all()
-            assert std.isfinite().all() and (std >= 0).all()
-
-
-def test_a_kernel_is_linear_in_state_and_velocity_and_its_std_sees_neither(kernel):
-    """Scaling latents and velocity scales the mean: a step that knew the data's scale would fit one
-    model only. Without noise it is the Euler step; those for models that predict noise are compared
-    with diffusers in tests/samplers/test_kernels.py."""
-    x, v = latents()
-    for t, s in TIMES:
-        mean, std = kernel(x, v, *on_rows(x, t, s, 0.4))
-        doubled, same = kernel(2 * x, 2 * v, *on_rows(x, t, s, 0.4))
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_steps_every_row_by_itself_and_is_linear(name):
+    """Scaling latents and velocity scales the mean, and the std sees neither. Without noise it is
+    the Euler step; kernels that predict noise are compared in tests/samplers/test_kernels.py."""
+    kernel = made("sde_types", name)
+    for shape in [(4, 2), (4, 2, 4, 4), (4, 2, 5, 4, 4)]:
+        rows = torch.arange(4)
+        x, v = (Rng.of("latents").normal(rows, shape[1:], step, torch.float64) for step in (0, 1))
+        t, s = torch.tensor(TIMES, dtype=torch.float64).T
+        eta = torch.tensor([0.4, 0.7, 0.2, 0.3], dtype=torch.float64)
+        mean, std = kernel(x, v, t, s, eta)
+        assert mean.shape == shape and std.shape == (4, *[1] * (len(shape) - 1))
+        assert mean.isfinite().all() and std.isfinite().all() and (std >= 0).all()
+        doubled, same = kernel(2 * x, 2 * v, t, s, eta)
         torch.testing.assert_close(doubled, 2 * mean)
         assert torch.equal(std, same)
+        for i in range(4):
+            alone = kernel(*(tensor[i : i + 1] for tensor in (x, v, t, s, eta)))
+            assert torch.equal(alone[0], mean[i : i + 1]) and torch.equal(alone[1], std[i : i + 1])
         if getattr(kernel, "process", None) is not Diffusion:
-            mean, std = kernel(x, v, *on_rows(x, t, s, 0.0))
-            torch.testing.assert_close(mean, x + v * (s - t), atol=1e-12, rtol=0)
-            assert std.abs().max() == 0
-
-
-def test_more_noise_for_a_larger_eta_and_none_without_a_step(kernel):
-    x, v = latents()
-    spread = [kernel(x, v, *on_rows(x, 0.6, 0.4, eta))[1].max() for eta in (0.0, 0.3, 0.6)]
-    assert spread == sorted(spread)
-    if kernel in (KERNELS["cps"], KERNELS["consistency"]):
-        return  # their noise does not shrink with the step
-    still, std = kernel(x, v, *on_rows(x, 0.6, 0.6, 0.5))
-    torch.testing.assert_close(still, x)
-    assert std.max() == 0
-
-
-def test_a_kernel_takes_every_row_by_itself(kernel):
-    x, v = latents()
-    t, s, eta = (
-        torch.tensor(values, dtype=x.dtype)
-        for values in ([1.0, 0.6, 0.2], [0.9, 0.5, 0.0], [0.7, 0.0, 0.3])
-    )
-    mean, std = kernel(x, v, t, s, eta)
-    for i in range(len(x)):
-        alone = kernel(*(tensor[i : i + 1] for tensor in (x, v, t, s, eta)))
-        assert torch.equal(alone[0], mean[i : i + 1]) and torch.equal(alone[1], std[i : i + 1])
-
-
-# -------------------------------------------------------------------------------------- time grids,
-# noise windows
+            still, none = kernel(x, v, t, s, 0 * eta)
+            step = (s - t).view_as(std)
+            torch.testing.assert_close(still, x + v * step, atol=1e-12, rtol=0)
+            assert none.abs().max() == 0 and (kernel(x, v, t, s, eta / 2)[1] <= std).all()
 
 
 def test_time_grids_fall_from_noise_to_data():
@@ -407,10 +238,6 @@ def test_noise_windows_mark_some_of_the_steps():
         for steps, iteration in [(6, 0), (7, 1), (7, 100)]:
             noisy = made("noise_windows", name)(steps, iteration, Rng.of("window", iteration))
             assert noisy.shape == (steps,) and noisy.dtype == torch.bool and noisy.any(), name
-
-
-# --------------------------------------------------------------------------------------------------
-# objectives
 
 
 def another(family: str) -> Any:
@@ -498,76 +325,46 @@ def gradient(policy, points, objective):
     policy.net.zero_grad()
     for point in points:
         (objective.loss(policy, point) * point.mask).sum().backward()
-    none = {
-        name: torch.zeros_like(p)
-        for name, p in policy.weights.parameters().items()
-        if p.grad is None
-    }
-    return torch.cat(
-        [none.get(n, p.grad).flatten() for n, p in policy.weights.parameters().items()]
-    )
+    parameters = policy.weights.parameters().values()
+    return torch.cat([(0 * p if p.grad is None else p.grad).flatten() for p in parameters])
 
 
-# -------------------------------------------------------------------------------------------
-# optimizers, data, worlds
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_steps_downhill(name):
-    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
-    optimizer = made("optimizers", name)([weight])
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = weight.square().sum()
-        losses.append(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < losses[0] and optimizer.param_groups[0]["lr"] > 0
-
-
-@pytest.mark.parametrize("name", DATA)
-def test_a_data_source_has_prompts_to_train_on_and_others_to_measure(name, tmp_path):
-    (tmp_path / "prompts.txt").write_text("\n".join(f"picture {i}" for i in range(40)))
-    pair = {"understand": {"text": "what?"}, "similarity": 0.5}
-    pairs = [pair | {"generate": {"text": f"picture {i}"}} for i in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+def rows_of_every_reader(folder):
+    """Files that the data sources of ``DATA_OPTIONS`` read."""
     for letter in "ab":
-        Image.new("RGB", (4, 4)).save(tmp_path / f"{letter}.png")
-        (tmp_path / f"{letter}.txt").write_text(f"a picture {letter}")
-    judged = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(40)]
-    (tmp_path / "judged.jsonl").write_text("\n".join(map(json.dumps, judged)))
-    (tmp_path / "questions.jsonl").write_text(
-        "\n".join(json.dumps({"question": f"what is {i}?"}) for i in range(40))
-    )
-    captions = made("data", "digits").train
+        Image.new("RGB", (4, 4)).save(folder / f"{letter}.png")
+        (folder / f"{letter}.txt").write_text(f"a picture {letter}")
+    pair = {"understand": {"text": "what?"}, "similarity": 0.5}
     visits = [
         {"entry": i, "text": prompt["text"], "iteration": n, "rewards": [0.0, n / 2]}
         for n in (1, 2)
-        for i, prompt in enumerate(captions)
+        for i, prompt in enumerate(made("data", "digits").train)
     ]
-    (tmp_path / "recorded.jsonl").write_text("\n".join(map(json.dumps, visits)))
-    source = made("data", name, tmp_path)
-    again = made("data", name, tmp_path)
-    assert len(source.train) > 0 and isinstance(source.held_out, list)
-    for prompt in [*source.train, *source.held_out]:
-        assert (
-            isinstance(prompt, dict) and isinstance(prompt["text"], str) and prompt["text"].strip()
-        )
-    train, held_out = ([shown(p) for p in part] for part in (source.train, source.held_out))
-    assert not set(train) & set(held_out)
-    assert [shown(p) for p in again.train] == train and [
-        shown(p) for p in again.held_out
-    ] == held_out
+    rows = {
+        "pairs": [pair | {"generate": {"text": f"picture {i}"}} for i in range(40)],
+        "judged": [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(40)],
+        "questions": [{"question": f"what is {i}?"} for i in range(40)],
+        "recorded": visits,
+    }
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "prompts.txt").write_text("\n".join(f"picture {i}" for i in range(40)))
 
 
 def shown(prompt):
-    """What a prompt asks and shows, to compare: the same question about another picture is another
-    prompt."""
-    media = (
-        [bytes(memoryview(prompt["video"]))]
-        if "video" in prompt
-        else [i.tobytes() for i in prompt.get("images", ())]
-    )
-    return prompt["text"], *media
+    """The question and what it is about: the same one about another picture is another prompt."""
+    pictures = [picture.tobytes() for picture in prompt.get("images", ())]
+    return prompt["text"], bytes(memoryview(prompt.get("video", b""))), *pictures
+
+
+def test_a_data_source_has_prompts_to_train_on_and_others_to_measure(tmp_path, subtests):
+    rows_of_every_reader(tmp_path)
+    for name in DATA:
+        with subtests.test(name):
+            source, again = (made("data", name, tmp_path) for _ in range(2))
+            assert len(source.train) > 0 and isinstance(source.held_out, list)
+            assert all(prompt["text"].strip() for prompt in [*source.train, *source.held_out])
+            train, held_out = (list(map(shown, x)) for x in (source.train, source.held_out))
+            assert not set(train) & set(held_out)
+            assert train == list(map(shown, again.train))
+            assert held_out == list(map(shown, again.held_out))

@@ -6,6 +6,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.fixtures import sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,100 +58,56 @@ def below(name: str, *roots: str) -> bool:
     return any(name == root or name.startswith(root + ".") for root in roots)
 
 
-def room(*parts: str) -> list[Path]:
-    return [path for path in FILES if path.is_relative_to(ROOT.joinpath(*parts))]
+def files_in(folders: list[str]) -> list[Path]:
+    return [path for path in FILES if any(path.is_relative_to(ROOT / f) for f in folders)]
 
 
-def offenders(files: list[Path], bad) -> list[str]:
-    imports = [
-        (path.relative_to(ROOT), name)
-        for path in files
-        for name in sorted(imported(path))
-        if bad(name)
-    ]
-    return [f"{path} imports {name}" for path, name in imports]
+CORE = "registry errors types media hub thoughts pretrained weight_files statistics"
+OPEN = "base capabilities contracts teaching"
+CLIENT = "pool tokens tries wire"  # a teacher elsewhere is asked as a reward is, and is none
+FAMILIES = ("mmrl.policies", "mmrl.zoo.models")
+ROOMS = ("policies", "objectives", "advantages", "worlds")
+LEARNING = ("mmrl.objectives", "mmrl.advantages", "mmrl.zoo.objectives", "mmrl.zoo.advantages")
+RUNNING = ("mmrl.train.trainer", "mmrl.worlds")
+# rooms, what they must not import, and what of that they may: more than test_walls.py demands
+RULES = [
+    (["rewards"], ("mmrl", "samplers"), [f"mmrl.core.{part}" for part in CORE.split()]),
+    (["mmrl/policies", "mmrl/zoo/models"], (*LEARNING, "mmrl.train.trainer", "rewards"), []),
+    (
+        ["mmrl/objectives", "mmrl/zoo/objectives"],
+        (*FAMILIES, *RUNNING, "rewards"),
+        [
+            *(f"mmrl.policies.{part}" for part in OPEN.split()),
+            *(f"rewards.servers.{part}" for part in CLIENT.split()),
+        ],
+    ),
+    (
+        ["mmrl/advantages", "mmrl/zoo/advantages"],
+        (*FAMILIES, *LEARNING[::2], *RUNNING, "rewards", "samplers"),
+        ["samplers.noise"],  # lots are drawn with the keyed generator, which knows of no sampler
+    ),
+    (
+        ["mmrl/train/trainer.py"],
+        (*FAMILIES, *LEARNING, "mmrl.worlds", "mmrl.zoo", "rewards"),
+        [f"mmrl.{room}.{part}" for room in ROOMS for part in ("base", "contracts")],
+    ),
+]
 
 
-def test_samplers_import_torch_only():
-    def bad(name):
-        top = name.partition(".")[0]
-        return top not in {"torch", "samplers", "xformers", *sys.stdlib_module_names}
-
-    assert not offenders(room("samplers"), bad)
-
-
-def test_rewards_know_little_of_ours():
-    parts = ("registry", "errors", "types", "media", "hub", "thoughts")
-    parts += ("pretrained", "weight_files")  # what loads models and tensors
-    parts += ("statistics",)  # the one rule of intervals
-    known = [f"mmrl.core.{part}" for part in parts]
-    assert not offenders(
-        room("rewards"),
-        lambda name: below(name, "mmrl", "samplers") and not below(name, *known),
-    )
-
-
-def test_policies_never_see_objectives_rewards_or_the_trainer():
-    forbidden = ("mmrl.objectives", "mmrl.advantages", "mmrl.train.trainer", "rewards")
-    policies = room("mmrl", "policies") + room("mmrl", "zoo", "models")
-    assert not offenders(policies, lambda name: below(name, *forbidden))
-
-
-# what objectives may see of policies
-OPEN = ("base", "capabilities", "contracts", "teaching")
-CLIENT = (
-    "rewards.servers.pool",
-    "rewards.servers.tokens",
-    "rewards.servers.tries",
-    "rewards.servers.wire",
-)
-
-
-def test_objectives_never_see_a_family():
-    def bad(name):
-        family = (
-            below(name, "mmrl.policies", "mmrl.zoo.models")
-            and not below(name, *(f"mmrl.policies.{x}" for x in OPEN))
-            and name != "mmrl.policies"
-        )
-        # a teacher elsewhere is asked as a reward is, and is none
-        reward = below(name, "rewards") and not below(name, *CLIENT)
-        return family or reward or below(name, "mmrl.train.trainer", "mmrl.worlds")
-
-    assert not offenders(room("mmrl", "objectives") + room("mmrl", "zoo", "objectives"), bad)
-
-
-def test_advantages_see_no_model():
-    forbidden = (
-        "mmrl.policies",
-        "mmrl.objectives",
-        "mmrl.train.trainer",
-        "mmrl.worlds",
-        "mmrl.zoo.objectives",
-        "mmrl.zoo.models",
-        "rewards",
-        "samplers",
-    )
-
-    def bad(name):
-        # lots are drawn with the keyed generator, which knows of no sampler
-        return below(name, *forbidden) and not below(name, "samplers.noise")
-
-    assert not offenders(room("mmrl", "advantages") + room("mmrl", "zoo", "advantages"), bad)
-
-
-def test_the_trainer_names_no_concrete_class():
-    def bad(name):
-        concrete = any(
-            name.startswith(f"mmrl.{kind}.")
-            for kind in ("policies", "objectives", "advantages", "worlds", "zoo")
-        )
-        protocol = name.split(".")[2:3] in (["base"], ["contracts"])
-        return concrete and not protocol or below(name, "rewards")
-
-    assert not offenders(
-        [path for path in FILES if path == ROOT / "mmrl" / "train" / "trainer.py"], bad
-    )
+def test_rooms_import_only_what_they_may_know(subtests):
+    own = {"torch", "samplers", "xformers", *sys.stdlib_module_names}
+    seen = {name for path in files_in(["samplers"]) for name in imported(path)}
+    assert {name.partition(".")[0] for name in seen} <= own
+    packages = {f"mmrl.{room}" for room in ROOMS}  # what is taken from them has a longer name
+    for folders, forbidden, known in RULES:
+        with subtests.test(folders=folders):
+            wrong = [
+                f"{path.relative_to(ROOT)} imports {name}"
+                for path in files_in(folders)
+                for name in imported(path) - packages
+                if below(name, *forbidden) and not below(name, *known)
+            ]
+            assert not wrong
 
 
 def test_heavy_libraries_are_imported_inside_functions():
@@ -162,38 +120,21 @@ def test_heavy_libraries_are_imported_inside_functions():
     assert not heavy
 
 
-def loaded_by(code: str) -> set[str]:
-    script = (
-        f"import sys\n{code}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+# what is done -> modules that must not be loaded then
+LOADS = {
+    "import mmrl; dir(mmrl); mmrl.UserError": HEAVY | {"torch"},
+    "import mmrl, rewards, samplers": HEAVY,
+    # listing what can be configured needs no model library, a refusal no FSDP2
+    "from mmrl.core import registry; registry.load_built_in(); import mmrl.experiment.lifecycle": (
+        LIGHT | {"torch.distributed.tensor"}
+    ),
+    "import mmrl.monitoring.report.page, mmrl.cli.doctor, mmrl.monitoring.log": {"torch"},
+}
 
 
-def test_importing_the_packages_is_light():
-    assert not loaded_by("import mmrl, rewards, samplers") & HEAVY
-
-
-def test_knowing_every_name_is_light():
-    """Listing what can be configured needs no model library and a refusal no FSDP2: both stay
-    quick."""
-    code = (
-        "from mmrl.core.registry import load_built_in\n"
-        "load_built_in()\nimport mmrl.experiment.lifecycle\n"
-    )
-    assert (
-        not loaded_by(
-            code + "assert 'torch.distributed.tensor' not in sys.modules, 'it takes a second'"
-        )
-        & LIGHT
-    )
-
-
-def test_reading_a_run_needs_no_torch():
-    assert "torch" not in loaded_by(
-        "import mmrl.monitoring.report.page, mmrl.cli.doctor, mmrl.monitoring.log, "
-        "mmrl.core.paths, mmrl.core.machine"
-    )
+@pytest.mark.parametrize("code", LOADS)
+def test_what_must_stay_quick_loads_nothing_heavy(code):
+    script = f"import sys; {code}; print(*sys.modules)"
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert not LOADS[code] & set(done.stdout.split())

@@ -36,14 +36,6 @@ def test_a_name_of_the_users_file_is_the_users_and_other_names_are_ours(desk):
         import_name("rewards:rednes")
 
 
-def test_without_a_file_of_the_user_the_name_is_ours(desk):
-    assert import_name("rewards:ClipScore") is rewards.ClipScore
-    with pytest.raises(UserError, match="'rewards' has no 'redness'"):
-        import_name("rewards:redness")
-    with pytest.raises(UserError, match="cannot import .*'rewards.nothing:redness'"):
-        import_name("rewards.nothing:redness")
-
-
 @pytest.mark.parametrize("init", [True, False], ids=["package", "namespace"])
 def test_a_package_of_the_user_may_import_itself_by_its_name(desk, init):
     folder = desk / "samplers"
@@ -68,36 +60,3 @@ def test_other_code_of_the_user_finds_what_ours_lacks(desk):
     assert pickle.loads(pickle.dumps(entry.redness)) is entry.redness
     with pytest.raises(ImportError, match="cannot import name 'blueness'"):
         from rewards import blueness  # noqa: F401
-
-
-def test_what_the_users_module_lacks_itself_is_said(desk):
-    (desk / "rewards.py").write_text("import nothing_of_the_kind\n")
-    with pytest.raises(UserError, match="No module named 'nothing_of_the_kind'"):
-        import_name("rewards:redness")
-
-
-def test_the_public_names_are_the_same_modules():
-    from mmrl.rewards import ClipScore, clip_score
-    from mmrl.rewards.answers import maths
-    from mmrl.samplers import noise
-
-    assert clip_score is ClipScore is rewards.ClipScore
-    assert maths is importlib.import_module("rewards.answers.maths") and noise is samplers.noise
-    importlib.import_module("mmrl.rewards.images.clip_score")
-    assert rewards.clip_score is ClipScore, "the module has taken the class's place"
-    assert importlib.util.find_spec("mmrl.rewards.nothing") is None
-
-
-def test_a_module_imported_before_mmrl_gives_way(desk, monkeypatch):
-    (desk / "rewards.py").write_text(OWN)
-    for name in [x for x in sys.modules if x.partition(".")[0] == "rewards"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(
-        sys, "meta_path", [x for x in sys.meta_path if not isinstance(x, packages.OurPackages)]
-    )
-    theirs = importlib.import_module("rewards")
-    assert not packages.is_ours(theirs)
-    packages.install()
-    assert "rewards" not in sys.modules and sys.modules["users_rewards"] is theirs
-    packages.install()
-    assert sum(isinstance(finder, packages.OurPackages) for finder in sys.meta_path) == 1

@@ -46,10 +46,6 @@ def started(ranks=(0, 1), port=None, **env):
     return [(process.wait(), process.stdout, process.stderr) for process in every]
 
 
-def test_all_end_well():
-    assert [(status, out) for status, out, _ in started(WAY="stays")] == [(0, "done\n")] * 2
-
-
 def test_who_dies_is_named_by_the_others():
     (status, said, _), (killed, _, _) = started(WAY="killed")
     assert killed == -signal.SIGKILL and status == 2
@@ -63,16 +59,16 @@ def test_an_error_of_one_ends_the_others():
 
 
 def test_a_process_that_never_comes_is_named():
-    ((status, said, _),) = started(ranks=[0], WAY="stays", LIMIT="3")
-    assert status == 2 and said.startswith("error: of 2 processes, 1 did not come within 3 s")
-    ((status, said, _),) = started(ranks=[1], WAY="stays", LIMIT="3")
+    ((status, said, _),) = started(ranks=[0], WAY="stays", LIMIT="1")
+    assert status == 2 and said.startswith("error: of 2 processes, 1 did not come within 1 s")
+    ((status, said, _),) = started(ranks=[1], WAY="stays", LIMIT="1")
     assert status == 2 and "process 1 of 2 found no process 0 at 127.0.0.1" in said
 
 
 def test_a_port_in_use_is_said():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        (first, said, _), (second, other, _) = started(port=port, WAY="stays", LIMIT="5")
+        (first, said, _), (second, other, _) = started(port=port, WAY="stays", LIMIT="2")
     assert first == second == 2 and said.startswith(f"error: port {port}")
     assert "is in use" in said and f"MASTER_PORT={port + 1}" in said
     assert f"found no process 0 at 127.0.0.1:{port}" in other

@@ -8,13 +8,15 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from mmrl.core import pretrained, weight_files
 from mmrl.core.errors import UserError
+from mmrl.core.foreign_code import ForeignCode, guarded
 from tests.core.test_imports import FILES, ROOT
 from tests.fixtures import sources, tiny_diffusers, tiny_vlms, vllm_models
 
@@ -40,12 +42,6 @@ def loads(node: ast.AST) -> bool:
     return name in CALLS or text == "torch.load"
 
 
-def test_what_loads_is_noticed():
-    source = "AutoModel.from_pretrained(x); torch.load(f); load_file(f); AutoModel.from_config(c)"
-    assert sum(map(loads, ast.walk(ast.parse(source)))) == 4
-    assert not any(map(loads, ast.walk(ast.parse("policy.load_state_dict(x); json.load(f)"))))
-
-
 def test_nothing_but_the_door_loads_models_or_tensors():
     beside = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -65,14 +61,19 @@ class Own:
 """
 
 
-def poison(folder: Path, file: str, entries: dict[str, str], **changes: str) -> Path:
+@pytest.fixture
+def model(tmp_path):
+    """A copy of a tiny model."""
+    return Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
+
+
+def poison(folder: Path, file: str, entries: dict[str, Any], **changes: str) -> Path:
     """Let a config file of a folder name classes of a Python file beside it; returns the file that
     this code would write."""
     mark = folder.parent / f"{folder.name}-ran"
     (folder / "own.py").write_text(CODE.format(mark=str(mark)))
     config = folder / file
     content = json.loads(config.read_text()) if config.is_file() else {}
-    entries = {auto: f"own.{name}" for auto, name in entries.items()}
     config.write_text(json.dumps(content | {"auto_map": entries} | changes))
     return mark
 
@@ -86,42 +87,35 @@ def yes(monkeypatch):
     return asked
 
 
-def cases():
-    """(file, its auto_map, changes, class of transformers): a folder of transformers in which this
-    file names code."""
-    model = {"AutoConfig": "Own", "AutoModel": "Own", "AutoModelForImageTextToText": "Own"}
-    own = {"model_type": "of_nobody"}
-    yield "config.json", model, own, "AutoModelForImageTextToText"
-    yield "config.json", model, own, "AutoConfig"
-    yield "config.json", model, own, "AutoTokenizer"
-    yield (
-        "processor_config.json",
-        {"AutoProcessor": "Own"},
-        {"processor_class": "Own"},
-        "AutoProcessor",
-    )
-    tokenizer = {"tokenizer_class": "OwnTokenizer"}
-    yield "tokenizer_config.json", {"AutoTokenizer": ["Own", "Own"]}, tokenizer, "AutoTokenizer"
-    images = {"image_processor_type": "Own"}
-    yield "preprocessor_config.json", {"AutoImageProcessor": "Own"}, images, "AutoImageProcessor"
-    yield "preprocessor_config.json", {"AutoProcessor": "Own"}, {}, "AutoProcessor"
-    yield "video_preprocessor_config.json", {"AutoVideoProcessor": "Own"}, {}, "AutoVideoProcessor"
+OWN = "own.Own"
+AUTO = {"AutoConfig": OWN, "AutoModel": OWN, "AutoModelForImageTextToText": OWN}
+TOKENIZER = {"AutoTokenizer": [OWN, OWN]}
+# file, its auto_map, its changes, class of transformers that reads it
+NAMING_CODE = [
+    ("config.json", AUTO, {"model_type": "of_nobody"}, "AutoModelForImageTextToText"),
+    ("config.json", AUTO, {"model_type": "of_nobody"}, "AutoConfig"),
+    ("config.json", AUTO, {"model_type": "of_nobody"}, "AutoTokenizer"),
+    ("processor_config.json", {"AutoProcessor": OWN}, {"processor_class": "Own"}, "AutoProcessor"),
+    ("tokenizer_config.json", TOKENIZER, {"tokenizer_class": "OwnTokenizer"}, "AutoTokenizer"),
+    (
+        "preprocessor_config.json",
+        {"AutoImageProcessor": OWN},
+        {"image_processor_type": "Own"},
+        "AutoImageProcessor",
+    ),
+    ("preprocessor_config.json", {"AutoProcessor": OWN}, {}, "AutoProcessor"),
+    ("video_preprocessor_config.json", {"AutoVideoProcessor": OWN}, {}, "AutoVideoProcessor"),
+]
 
 
-@pytest.mark.parametrize(("file", "entries", "changes", "kind"), list(cases()))
-def test_no_code_of_a_folder_runs_and_nothing_is_asked(file, entries, changes, kind, tmp_path, yes):
+@pytest.mark.parametrize(("file", "entries", "changes", "kind"), NAMING_CODE)
+def test_no_code_of_a_folder_runs_and_nothing_is_asked(file, entries, changes, kind, model, yes):
     import transformers
 
-    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
-    entries = {auto: name if isinstance(name, str) else "own.Own" for auto, name in entries.items()}
-    mark = poison(folder, file, entries, **changes)
-    if kind == "AutoTokenizer" and file == "tokenizer_config.json":
-        content = json.loads((folder / file).read_text())
-        content["auto_map"] = {"AutoTokenizer": ["own.Own", "own.Own"]}
-        (folder / file).write_text(json.dumps(content))
+    mark = poison(model, file, entries, **changes)
     load = pretrained.load_model if "Model" in kind else pretrained.load_processor
     try:
-        load(getattr(transformers, kind), folder)
+        load(getattr(transformers, kind), model)
     except UserError as error:
         assert "would run Python code of this folder" in str(error)
     # without an error the library has its own class for it, which was loaded
@@ -129,12 +123,11 @@ def test_no_code_of_a_folder_runs_and_nothing_is_asked(file, entries, changes, k
 
 
 def test_a_pipeline_whose_index_names_files_of_the_folder_is_refused(tmp_path, yes):
-    from diffusers import StableDiffusionPipeline
+    from diffusers import AutoModel, StableDiffusionPipeline
 
     folder = Path(shutil.copytree(tiny_diffusers.folder("sd"), tmp_path / "sd"))
     index = json.loads((folder / "model_index.json").read_text())
-    mark = tmp_path / "ran"
-    code = CODE.format(mark=str(mark))
+    code = CODE.format(mark=str(tmp_path / "ran"))
     for place in ("pipeline.py", "unet/own.py"):
         (folder / place).write_text(code)
     for changes in ({"_class_name": ["pipeline", "Own"]}, {"unet": ["own", "Own"]}):
@@ -143,57 +136,41 @@ def test_a_pipeline_whose_index_names_files_of_the_folder_is_refused(tmp_path, y
             pretrained.load_pipeline(StableDiffusionPipeline, folder)
     (folder / "model_index.json").write_text(json.dumps(index))
     pretrained.load_pipeline(StableDiffusionPipeline, folder)
-    shutil.copy(folder / "pipeline.py", folder / "None.py")  # which diffusers 0.42 looks for
+    (folder / "None.py").write_text(code)  # which diffusers 0.42 looks for
     with pytest.raises(UserError, match="would run Python code"):
         pretrained.load_pipeline(StableDiffusionPipeline, folder)
-    config = json.loads((folder / "vae" / "config.json").read_text())
-    shutil.copy(folder / "pipeline.py", folder / "vae" / "own.py")
-    config["auto_map"] = {"AutoModel": "own.Own"}
-    (folder / "vae" / "config.json").write_text(json.dumps(config))
-    from diffusers import AutoModel
-
+    poison(folder / "vae", "config.json", {"AutoModel": OWN})
     with pytest.raises(UserError, match="would run Python code"):
         pretrained.load_model(AutoModel, folder / "vae")
+    assert not (tmp_path / "ran").exists() and not (folder / "vae-ran").exists() and not yes
+
+
+def test_a_tokenizer_that_a_folder_of_open_clip_trusts_runs_nothing(model, yes):
+    """Its config may hand options to transformers, ``trust_remote_code`` among them."""
+    import open_clip
+
+    mark = poison(model, "tokenizer_config.json", TOKENIZER, tokenizer_class="OwnTokenizer")
+    with pytest.raises(ForeignCode), guarded():
+        open_clip.tokenizer.HFTokenizer(str(model), trust_remote_code=True)
     assert not mark.exists() and not yes
 
 
-def test_a_tokenizer_that_a_folder_of_open_clip_trusts_runs_nothing(tmp_path, yes):
-    """Its config may hand options to transformers, ``trust_remote_code`` among them."""
-    import open_clip
-    from transformers import AutoTokenizer
-
-    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
-    mark = poison(folder, "tokenizer_config.json", {}, tokenizer_class="OwnTokenizer")
-    content = json.loads((folder / "tokenizer_config.json").read_text())
-    content["auto_map"] = {"AutoTokenizer": ["own.Own", "own.Own"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(content))
-    from mmrl.core.foreign_code import ForeignCode, guarded
-
-    with pytest.raises(ForeignCode), guarded():
-        open_clip.tokenizer.HFTokenizer(str(folder), trust_remote_code=True)
-    with pytest.raises(Exception, match="save_pretrained|attribute|encode|has no|type object"):
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # a user's own program may
-    assert mark.exists() and not yes
-
-
-def test_trusted_code_runs_but_never_under_safe(tmp_path, monkeypatch):
+def test_trusted_code_runs_but_never_under_safe(model, monkeypatch):
     from transformers import AutoConfig
 
-    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
-    mark = poison(folder, "config.json", {"AutoConfig": "Own"}, model_type="of_nobody")
-    monkeypatch.setenv("MMRL_SAFE", "1")
-    with pytest.raises(UserError, match="--safe refuses"):
-        pretrained.load_processor(AutoConfig, folder, remote_code=True)
-    assert not mark.exists()
-    monkeypatch.setenv("MMRL_SAFE", "0")
-    with pytest.raises(UserError, match="cannot load it"):  # the class is an empty one
-        pretrained.load_processor(AutoConfig, folder, remote_code=True)
+    mark = poison(model, "config.json", {"AutoConfig": OWN}, model_type="of_nobody")
+    for safe, sentence in (("1", "--safe refuses"), ("0", "cannot load it")):  # an empty class
+        assert not mark.exists()
+        monkeypatch.setenv("MMRL_SAFE", safe)
+        with pytest.raises(UserError, match=sentence):
+            pretrained.load_processor(AutoConfig, model, remote_code=True)
     assert mark.exists()
 
 
 def changed(tmp_path, change, part=".", source=None):
     """Copy a folder with its weights changed."""
-    folder = Path(shutil.copytree(source or tiny_vlms.folder(QWEN), tmp_path / "model"))
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    shutil.copytree(source or tiny_vlms.folder(QWEN), folder)
     file = next((folder / part).glob("*.safetensors"))
     save_file(change(load_file(file)), file, {"format": "pt"})
     return folder
@@ -213,15 +190,10 @@ def prefixed(name: str) -> str:
     return "_fsdp_wrapped_module." + name.replace(".mlp.", "._checkpoint_wrapped_module.mlp.")
 
 
-@pytest.mark.parametrize(
-    "rename",
-    [
-        lambda name: f"module.{name}",
-        lambda name: f"_orig_mod.{name}",
-        lambda name: f"module.model.{name}",
-        prefixed,
-    ],
-)
+WRAPPED = [prefixed, lambda name: f"_orig_mod.{name}", lambda name: f"module.model.{name}"]
+
+
+@pytest.mark.parametrize("rename", WRAPPED)
 def test_names_of_wrappers_are_taken_off_and_that_is_said(rename, tmp_path):
     folder = changed(tmp_path, lambda weights: {rename(n): v for n, v in weights.items()})
     with pytest.warns(UserWarning, match="saved with a wrapper around the model"):
@@ -232,38 +204,30 @@ def test_names_of_wrappers_are_taken_off_and_that_is_said(rename, tmp_path):
     assert str(net.config.name_or_path) == str(folder)
 
 
-def test_names_of_wrappers_in_a_network_of_diffusers(tmp_path):
-    from diffusers import UNet2DConditionModel
-
-    change = lambda weights: {f"module.{name}": value for name, value in weights.items()}  # noqa: E731
-    folder = changed(tmp_path, change, "unet", tiny_diffusers.folder("sd"))
-    with pytest.warns(UserWarning, match="wrapper"):
-        net = pretrained.load_model(UNet2DConditionModel, folder, subfolder="unet")
-    plain = UNet2DConditionModel.from_pretrained(tiny_diffusers.folder("sd"), subfolder="unet")
-    assert all(torch.equal(net.state_dict()[n], v) for n, v in plain.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (without("layers.1.mlp"), "3 of the .* missing, such as .*mlp.*; download the folder"),
-        (without("visual.blocks"), "are missing, such as .*visual"),
-        (without("lm_head"), "1 of the .* missing, such as lm_head.weight"),
-        (lambda w: {n.replace("self_attn", "attention"): v for n, v in w.items()}, "names that"),
-        (lambda w: {n: v[:2].clone() for n, v in w.items()}, "have another shape"),
-        (lambda w: w | {"model.layers.0.mlp.up_proj.bias": torch.zeros(3)}, "do not use, so it"),
-        (lambda w: w | {n: v / 0 for n, v in w.items() if "norm" in n}, "norm.* NaN or infinity"),
-    ],
-)
-def test_a_model_that_is_not_whole_is_refused(change, sentence, tmp_path):
-    with pytest.raises(UserError, match=sentence):
-        vlm(changed(tmp_path, change))
+INCOMPLETE = [
+    (without("layers.1.mlp"), "3 of the .* missing, such as .*mlp.*; download the folder"),
+    (without("visual.blocks"), "are missing, such as .*visual"),
+    (without("lm_head"), "1 of the .* missing, such as lm_head.weight"),
+    (lambda w: {n.replace("self_attn", "attention"): v for n, v in w.items()}, "names that"),
+    (lambda w: {n: v[:2].clone() for n, v in w.items()}, "have another shape"),
+    (lambda w: w | {"model.layers.0.mlp.up_proj.bias": torch.zeros(3)}, "do not use, so it"),
+    (lambda w: w | {n: v / 0 for n, v in w.items() if "norm" in n}, "norm.* NaN or infinity"),
+]
 
 
-def test_a_head_that_the_model_has_not_is_mentioned(tmp_path):
-    folder = changed(tmp_path, lambda weights: weights | {"v_head.weight": torch.zeros(1)})
+def test_a_model_that_is_not_whole_is_refused(tmp_path, subtests):
+    from diffusers import StableDiffusionPipeline
+
+    for change, sentence in INCOMPLETE:
+        with subtests.test(sentence), pytest.raises(UserError, match=sentence):
+            vlm(changed(tmp_path, change))
+    for part, gone in (("unet", "conv_in"), ("vae", "conv_in"), ("text_encoder", "q_proj")):
+        folder = changed(tmp_path, without(gone), part, tiny_diffusers.folder("sd"))
+        sentence = f"{part}: .* missing, such as .*{gone}"
+        with subtests.test(part), pytest.raises(UserError, match=sentence):
+            pretrained.load_pipeline(StableDiffusionPipeline, folder)
     with pytest.warns(UserWarning, match="does not use 1 tensors of its files, such as v_head"):
-        vlm(folder)
+        vlm(changed(tmp_path, lambda weights: weights | {"v_head.weight": torch.zeros(1)}))
 
 
 def test_tied_weights_may_be_absent(tmp_path):
@@ -271,16 +235,6 @@ def test_tied_weights_may_be_absent(tmp_path):
 
     with warnings.catch_warnings(action="error"):
         pretrained.load_model(AutoModelForImageTextToText, vllm_models.folder("tied_qwen2_5_vl"))
-
-
-@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
-def test_every_network_of_a_pipeline_must_be_whole(part, tmp_path):
-    from diffusers import StableDiffusionPipeline
-
-    gone = "q_proj" if part == "text_encoder" else "conv_in"
-    folder = changed(tmp_path, without(gone), part, tiny_diffusers.folder("sd"))
-    with pytest.raises(UserError, match=f"{part}: .* missing, such as .*{gone}"):
-        pretrained.load_pipeline(StableDiffusionPipeline, folder)
 
 
 def test_a_network_saved_with_its_lora_is_named_so(tmp_path):
@@ -294,63 +248,41 @@ def test_a_network_saved_with_its_lora_is_named_so(tmp_path):
         pretrained.load_model(UNet2DConditionModel, tmp_path)
 
 
-def cut(file):
-    file.write_bytes(file.read_bytes()[:-1000])
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
 
 
-def pointer(file):
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
-
-
-@pytest.mark.parametrize(
-    ("breaks", "sentence"),
-    [
-        (cut, r"model.safetensors is cut short: it has [\d,]+ bytes of [\d,]+"),
-        (pointer, "model.safetensors is a Git LFS pointer"),
-        (lambda file: file.write_bytes(b""), "model.safetensors is empty"),
-        (lambda file: save_file({}, file, {"format": "pt"}), "holds no tensors"),
-        (lambda file: file.write_bytes(b"\xff" * 99), "cut short, or no safetensors file"),
-        (lambda file: file.unlink(), "no file named model.safetensors"),
-    ],
-)
-def test_a_broken_file_is_named(breaks, sentence, tmp_path):
-    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
-    breaks(folder / "model.safetensors")
-    with pytest.raises(UserError, match=sentence):
-        vlm(folder)
-
-
-@pytest.mark.parametrize("breaks", [cut, pointer])
-def test_a_broken_file_of_torch_is_named(breaks, tmp_path):
-    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    breaks(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="pytorch_model.bin is (cut short|a Git LFS pointer)"):
-        vlm(folder)
-
-
-def test_an_absent_and_an_empty_shard_are_named(tmp_path):
-    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
-    net = vlm(folder)
-    (folder / "model.safetensors").unlink()
-    net.save_pretrained(folder, max_shard_size="50KB")
-    shards = sorted(folder.glob("model-*.safetensors"))
-    shards[0].rename(folder / "elsewhere")
-    with pytest.raises(UserError, match=f"lacks 1 of its {len(shards)} files.*{shards[0].name}"):
-        vlm(folder)
-    shards[0].write_bytes(b"")
-    with pytest.raises(UserError, match=f"{shards[0].name} is empty"):
-        vlm(folder)
-
-
-def test_a_tokenizer_that_is_a_pointer_is_named(tmp_path):
+def test_a_broken_file_is_named(model, subtests):
     from transformers import AutoTokenizer
 
-    folder = Path(shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model"))
-    pointer(folder / "tokenizer.json")
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    sharded = Path(shutil.copytree(model, model.parent / "sharded"))
+    vlm(model).save_pretrained(sharded, max_shard_size="50KB")
+    (sharded / "model.safetensors").unlink()
+    for written, sentence in [
+        (content[:-1000], r"model.safetensors is cut short: it has [\d,]+ bytes of [\d,]+"),
+        (POINTER, "model.safetensors is a Git LFS pointer"),
+        (b"", "model.safetensors is empty"),
+        (save({}), "holds no tensors"),
+        (b"\xff" * 99, "cut short, or no safetensors file"),
+    ]:
+        file.write_bytes(written)
+        with subtests.test(sentence), pytest.raises(UserError, match=sentence):
+            vlm(model)
+    file.unlink()
+    with pytest.raises(UserError, match="no file named model.safetensors"):
+        vlm(model)
+    (model / "pytorch_model.bin").write_bytes(POINTER)
+    with pytest.raises(UserError, match="pytorch_model.bin is a Git LFS pointer"):
+        vlm(model)
+    (model / "pytorch_model.bin").unlink()
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    shards[0].unlink()
+    with pytest.raises(UserError, match=f"lacks 1 of its {len(shards)} files.*{shards[0].name}"):
+        vlm(sharded)
+    (model / "tokenizer.json").write_bytes(POINTER)
     with pytest.raises(UserError, match="tokenizer.json is a Git LFS pointer"):
-        pretrained.load_processor(AutoTokenizer, folder)
+        pretrained.load_processor(AutoTokenizer, model)
 
 
 def test_an_adapter_is_no_model(tmp_path):
@@ -372,12 +304,6 @@ def test_the_only_variant_of_a_folder_is_read(tmp_path):
     assert all(torch.equal(net.state_dict()[name], value) for name, value in half.items())
 
 
-def test_the_home_folder_is_understood(tmp_path, monkeypatch):
-    shutil.copytree(tiny_vlms.folder(QWEN), tmp_path / "model")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert vlm("~/model") is not None
-
-
 def test_pickled_objects_are_not_read(tmp_path):
     from mmrl.core.weight_files import read_tensors
 
@@ -388,33 +314,21 @@ def test_pickled_objects_are_not_read(tmp_path):
     assert read_tensors(tmp_path / "state.pt") == {"a": torch.ones(1)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "sentence"),
-    [
-        ("Emu3", "take BAAI/Emu3-Gen-hf .*/convert_emu3_weights_to_hf.py"),
-        (
-            "multi_modality",
-            "take deepseek-community/Janus-Pro-1B .*/convert_janus_weights_to_hf.py",
-        ),
-        ("internvl_chat", "model_type internvl_chat.*-hf at its end"),
-    ],
-)
-def test_the_layout_of_a_model_s_authors_is_named_with_its_conversion(kind, sentence, tmp_path):
+def test_the_layout_of_a_model_s_authors_is_named_with_its_conversion(tmp_path):
     from transformers import AutoProcessor, JanusForConditionalGeneration
 
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(UserError, match=sentence):
-        pretrained.load_model(JanusForConditionalGeneration, tmp_path)
-    with pytest.raises(UserError, match=sentence):
-        pretrained.load_processor(AutoProcessor, tmp_path)
-
-
-@pytest.mark.parametrize("place", ["BAAI/Emu3-Gen", "deepseek-ai/Janus-Pro-7B"])
-def test_hub_ids_of_such_layouts_are_known_before_a_download(place):
-    from transformers import AutoProcessor
-
-    with pytest.raises(UserError, match=f"{place} is in the layout of its authors"):
-        pretrained.load_processor(AutoProcessor, place)
+    for kind, sentence in [
+        ("Emu3", "take BAAI/Emu3-Gen-hf .*/convert_emu3_weights_to_hf.py"),
+        ("multi_modality", "take deepseek-community/Janus-Pro-1B .*/convert_janus_weights_to"),
+        ("internvl_chat", "model_type internvl_chat.*-hf at its end"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(UserError, match=sentence):
+            pretrained.load_model(JanusForConditionalGeneration, tmp_path)
+        with pytest.raises(UserError, match=sentence):
+            pretrained.load_processor(AutoProcessor, tmp_path)
+    with pytest.raises(UserError, match="BAAI/Emu3-Gen is in the layout of its authors"):
+        pretrained.load_processor(AutoProcessor, "BAAI/Emu3-Gen")  # before a download
 
 
 def test_a_bound_may_be_infinite_and_no_weight():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.core.weights import Weights, parts
+from mmrl.core.weights import Weights
 
 
 def net():
@@ -14,19 +14,6 @@ def shifted(module, by=1.0):
     with torch.no_grad():
         for p in module.parameters():
             p += by
-
-
-def test_using_a_snapshot_gives_its_outputs_and_restores_to_the_bit():
-    module = net()
-    weights = Weights(module)
-    x = torch.randn(5, 3)
-    before = module(x)
-    weights.keep("ref")
-    shifted(module)
-    after = module(x)
-    with weights.using("ref"):
-        assert torch.equal(module(x), before)
-    assert torch.equal(module(x), after)
 
 
 def test_using_nests_and_survives_an_exception():
@@ -121,32 +108,3 @@ def test_a_swap_in_parts_exchanges_every_tensor_and_holds_no_third_copy(monkeypa
     assert [[tensor.numel() for tensor in part] for part in held] == 2 * [[12, 4], [4, 1]]
     assert all(torch.equal(value, live[name]) for name, value in module.state_dict().items())
     assert all(torch.equal(value, base[name]) for name, value in weights.saved["ref"].items())
-
-
-def test_parts_cover_a_list_even_where_one_tensor_is_too_large():
-    sizes = [4, 40, 4, 4, 8]
-    tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    cut = list(parts(tensors, 10))
-    assert cut == [slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 5)]
-    assert list(parts([], 10)) == []
-
-
-def test_a_swap_takes_lists_of_tensors():
-    """A large adapter has hundreds of tensors, and on a device every call for one of them costs the
-    host time."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Calls(TorchDispatchMode):
-        copies = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.copies += func.overloadpacket.__name__ in ("copy_", "clone", "lerp_")
-            return func(*args, **kwargs or {})
-
-    weights = Weights(nn.ModuleList(nn.Linear(2, 2) for _ in range(50)))
-    with Calls() as calls:
-        weights.keep("ref")
-        weights.track("ref", 0.5)
-        with weights.using("ref"):
-            pass
-    assert calls.copies == 0
