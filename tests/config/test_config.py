@@ -4,7 +4,7 @@ arithmetic."""
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ import pytest
 
 from mmrl.config import anchors, build, build_dataclass, build_rewards, check, dump, load
 from mmrl.config.options import EvaluateOptions, TrainOptions
-from mmrl.config.plan import arithmetic
+from mmrl.config.plan import _warnings, arithmetic
 from mmrl.config.schema import convert
 from mmrl.config.values import Place
 from mmrl.config.yamltext import read, write
@@ -27,6 +27,7 @@ from mmrl.core.registry import (
     Registry,
 )
 from mmrl.objectives import Objective
+from mmrl.zoo.stages.written_answers import Demonstrated
 from tests.fixtures.mistakes import message
 
 KERNEL = Registry("kernel")
@@ -97,113 +98,62 @@ def box(**options: Any) -> Box:
     return build({"box": {"size": 1, **options}}, THING, "things")
 
 
-# Conversions
+CONVERTED = [
+    ("size", 1e3, 1000),
+    ("eta", 3, 3.0),
+    ("name", "8", "8"),
+    ("open", "yes", True),
+    ("mode", "bee", "bee"),
+    ("clip", 2, 2.0),
+    ("clip", [1, 2.5], (1.0, 2.5)),
+    ("inner", {"rank": 2, "again": {"rank": 3, "names": ["a"]}}, Inner(2, None, Inner(3, ["a"]))),
+    ("kernel", "plain", plain),
+    ("colour", "blue", Colour.blue),
+    ("where", 0.05, 0.05),
+    ("where", "a/b.txt", Path("a/b.txt")),
+    ("guess", 2.5, 2.5),
+]
 
 
 def test_an_option_gets_the_type_of_its_annotation(subtests):
-    for option, written, expected in [
-        ("size", 1e3, 1000),
-        ("eta", 3, 3.0),
-        ("name", "8", "8"),
-        ("open", True, True),
-        ("open", "yes", True),
-        ("open", "off", False),
-        ("mode", "bee", "bee"),
-        ("mode", 3, 3),
-        ("clip", 2, 2.0),
-        ("clip", [1, 2.5], (1.0, 2.5)),
-        ("inner", None, None),
-        ("inner", 4, 4),
-        ("inner", {"rank": 2}, Inner(2)),
-        ("width", 7, 7),
-        ("width", None, None),
-        (
-            "inner",
-            {"rank": 2, "again": {"rank": 3, "names": ["a"]}},
-            Inner(2, None, Inner(3, ["a"])),
-        ),
-        ("kernel", "plain", plain),
-        ("table", {"a": [1, 2]}, {"a": [1, 2]}),
-        ("colour", "blue", Colour.blue),
-        ("where", 0.05, 0.05),
-        ("where", "a/b.txt", Path("a/b.txt")),
-        ("guess", 2.5, 2.5),
-        ("guess", 2, 2),
-    ]:
+    for option, written, expected in CONVERTED:
         with subtests.test(option=option, written=written):
             converted = vars(box(**{option: written}))[option]
             assert converted == expected and type(converted) is type(expected)
 
 
+WRONG = [
+    ("size", "eight", "things.box.size: expected an integer, got 'eight'"),
+    ("size", True, "expected an integer, got true"),
+    ("size", 2**70, "expected an integer below 2^63"),
+    ("eta", "0.5", "expected a number, got '0.5'"),
+    ("eta", float("nan"), "expected a finite number, got nan"),
+    ("eta", 10**400, "expected a finite number, got an integer of more than 20 digits"),
+    ("eta", -1, "things.box: eta must not be negative"),
+    ("name", 8, "expected text, got 8; write it in quotes: '8'"),
+    ("name", "value", "things.box: this name is taken"),
+    ("open", "maybe", "expected true or false, got 'maybe'"),
+    ("mode", "be", "expected one of 'a', 'bee', 3, got 'be'; did you mean 'bee'?"),
+    ("clip", [1, 2, 3], "things.box.clip: expected 2 values, got 3: [1, 2, 3]"),
+    ("clip", [1, "x"], "things.box.clip.1: expected a number, got 'x'"),
+    ("clip", "wide", "expected a number or a list, got 'wide'"),
+    ("inner", "many", "expected a mapping of rank, names, again, an integer or null, got 'many'"),
+    ("inner", {"rnk": 2, "rank": 1}, "inner.rnk: unknown option; did you mean 'rank'? (inner"),
+    ("inner", {}, "things.box.inner: missing rank, which inner needs"),
+    ("inner", {"rank": 1, "again": {"rank": "x"}}, "things.box.inner.again.rank: expected an int"),
+    ("kernel", "scald", "things.box.kernel: unknown kernel 'scald'; did you mean 'scaled'?"),
+    ("kernel", {"scaled": {"by": "x"}}, "things.box.kernel.scaled.by: expected a number, got 'x'"),
+    ("kernel", {"scaled": {}, "plain": {}}, "expected one kernel, got 2: scaled, plain"),
+    ("table", {"a": 1}, "things.box.table.a: expected a list, got 1"),
+    ("colour", "green", "expected a value 'red' or 'blue', got 'green'"),
+    ("guess", "x", "expected an integer or a number, got 'x'"),
+    ("net", "x", "things.box.net: unknown option"),
+    ("siez", 3, "siez: unknown option; did you mean 'size'? (box takes: size, eta, name"),
+]
+
+
 def test_a_wrong_option_names_its_place_and_what_was_expected(subtests):
-    for option, written, complaint in [
-        ("size", "eight", "things.box.size: expected an integer, got 'eight'"),
-        ("size", 4.5, "things.box.size: expected an integer, got 4.5"),
-        ("size", True, "things.box.size: expected an integer, got true"),
-        ("size", None, "things.box.size: expected an integer, got null"),
-        ("size", 2**70, "expected an integer below 2^63"),
-        ("eta", "0.5", "things.box.eta: expected a number, got '0.5'"),
-        ("eta", float("nan"), "things.box.eta: expected a finite number, got nan"),
-        ("eta", float("inf"), "expected a finite number, got inf"),
-        ("eta", 10**400, "expected a finite number, got an integer of more than 20 digits"),
-        ("eta", -1, "things.box: eta must not be negative"),
-        ("name", 8, "things.box.name: expected text, got 8; write it in quotes: '8'"),
-        ("name", "value", "things.box: this name is taken"),
-        ("open", "maybe", "things.box.open: expected true or false, got 'maybe'"),
-        ("open", 1, "expected true or false, got 1"),
-        ("mode", "be", "expected one of 'a', 'bee', 3, got 'be'; did you mean 'bee'?"),
-        ("mode", True, "expected one of 'a', 'bee', 3, got true"),
-        ("clip", [1, 2, 3], "things.box.clip: expected 2 values, got 3: [1, 2, 3]"),
-        ("clip", [1, "x"], "things.box.clip.1: expected a number, got 'x'"),
-        ("clip", "wide", "things.box.clip: expected a number or a list, got 'wide'"),
-        (
-            "inner",
-            "many",
-            "expected a mapping of rank, names, again, an integer or null, got 'many'",
-        ),
-        (
-            "inner",
-            {"rnk": 2, "rank": 1},
-            "things.box.inner.rnk: unknown option; did you mean 'rank'? (inner takes: rank",
-        ),
-        (
-            "inner",
-            {"r": 2, "rank": 1},
-            "things.box.inner.r: unknown option; it is called 'rank' here (inner takes: rank",
-        ),
-        ("inner", {}, "things.box.inner: missing rank, which inner needs"),
-        (
-            "inner",
-            {"rank": 1, "again": {"rank": "x"}},
-            "things.box.inner.again.rank: expected an integer, got 'x'",
-        ),
-        ("kernel", "scald", "things.box.kernel: unknown kernel 'scald'; did you mean 'scaled'?"),
-        (
-            "kernel",
-            {"scaled": {"by": "x"}},
-            "things.box.kernel.scaled.by: expected a number, got 'x'",
-        ),
-        (
-            "kernel",
-            {"scaled": 3},
-            "kernel.scaled: expected options, {option: value}, got 3 (scaled takes: by, deep)",
-        ),
-        ("kernel", {"scaled": {}, "plain": {}}, "expected one kernel, got 2: scaled, plain"),
-        ("kernel", 3, "expected a kernel, name or {name: {options}}, got 3"),
-        ("kernel", {}, "expected a kernel, name or {name: {options}}, got {}"),
-        ("kernel", {3: {}}, "expected the name of a kernel, got 3"),
-        ("table", {"a": 1}, "things.box.table.a: expected a list, got 1"),
-        ("table", {1: [1]}, "expected text, got 1"),
-        ("colour", "green", "things.box.colour: expected a value 'red' or 'blue', got 'green'"),
-        ("guess", "x", "things.box.guess: expected an integer or a number, got 'x'"),
-        ("net", "x", "things.box.net: unknown option"),
-        (
-            "siez",
-            3,
-            "things.box.siez: unknown option; did you mean 'size'? (box takes: size, eta, name",
-        ),
-        ("widht", 3, "did you mean 'width'?"),
-    ]:
+    for option, written, complaint in WRONG:
         with subtests.test(option=option, written=written):
             assert complaint in message(box, **{option: written})
 
@@ -214,76 +164,44 @@ def test_all_problems_are_reported_together():
     assert all(part in complaint for part in ("things.box.eta", "things.box.sise", "missing size"))
 
 
-def test_nested_plug_ins_are_built_innermost_first():
-    built = box(kernel={"scaled": {"by": 3, "deep": {"scaled": {"by": 5}}}})
-    assert built.kernel(2.0) == 30.0
-
-
 def test_a_plug_in_may_be_one_of_several_alternatives():
-    kinds = Annotated[Any, KERNEL] | None, list[Annotated[Any, KERNEL]]
     problems: list[str] = []
-    assert convert(None, kinds[0], Place(), problems) is None
-    assert [
-        resolved.entry
-        for resolved in convert(["plain", {"scaled": {}}], kinds[1], Place(), problems)
-    ] == [plain, scaled]
-    convert("plian", kinds[0], Place(("kernel",)), problems)
+    maybe, several = Annotated[Any, KERNEL] | None, list[Annotated[Any, KERNEL]]
+    assert convert(None, maybe, Place(), problems) is None
+    chosen = convert(["plain", {"scaled": {}}], several, Place(), problems)
+    assert [resolved.entry for resolved in chosen] == [plain, scaled]
+    convert("plian", maybe, Place(("kernel",)), problems)
     assert problems == ["kernel: unknown kernel 'plian'; did you mean 'plain'?"]
 
 
 def test_names_of_modules_and_context():
+    named = Registry("thing", {"box": Base})
     assert build("collections:OrderedDict", THING) == {}
-    assert build("box", Registry("thing", {"box": Base}), net="given").net == "given"
-    assert build({"scaled": {}}, KERNEL)(2.0) == 4.0
-    complaint = message(
-        build, {"box": {"net": 1}}, Registry("thing", {"box": Base}), "t", net="given"
-    )
-    assert "t.box.net: unknown option" in complaint  # what code supplies is not the user's to set
+    assert build("box", named, net="given").net == "given"
+    # what code supplies is not the user's to set
+    assert "t.box.net: unknown" in message(build, {"box": {"net": 1}}, named, "t", net="given")
 
 
-def test_an_unknown_name_is_a_user_error(subtests):
-    for spec in [
-        "nomodule:x",
-        "json:nothing",
-        "os:sep",
-        ":",
-        "no_module_a:",
-        "..:x",
-        "nofile.py:x",
-        "gpro",
-    ]:
-        with subtests.test(spec=spec):
-            assert "thing" in message(build, spec, THING, "thing") or "nofile.py" in message(
-                build, spec, THING, "thing"
-            )
-
-
-def test_a_broken_module_is_a_user_error(tmp_path, monkeypatch):
+def test_an_unknown_name_is_a_user_error(subtests, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("broken_plug.py").write_text("def f(:\n")
+    for spec in ["nomodule:x", "json:nothing", "os:sep", ":", "no_module_a:", "..:x", "gpro"]:
+        with subtests.test(spec=spec):
+            assert "thing" in message(build, spec, THING, "thing")
+    assert "nofile.py" in message(build, "nofile.py:x", THING, "thing")
     assert "SyntaxError" in message(build, "broken_plug.py:f", THING, "thing")
 
 
 def test_dataclass_sections():
-    options = build_dataclass(
-        TrainOptions,
-        {
-            "prompts_per_iteration": 2,
-            "group_size": 3,
-            "train_batch_size": 6,
-            "iterations": 1,
-            "ema": 0.9,
-        },
-    )
+    sizes = {"prompts_per_iteration": 2, "group_size": 3, "train_batch_size": 6, "iterations": 1}
+    options = build_dataclass(TrainOptions, sizes | {"ema": 0.9})
     assert options.ema == 0.9 and options.logprob_tolerance == "auto"
-    assert message(build_dataclass, TrainOptions, {"prompts_per_iteration": 2}, "train").startswith(
-        "train: missing group_size, train_batch_size, iterations, which train needs"
-    )
-    complaint = message(
-        build_dataclass, EvaluateOptions, {"guidance": [1, -2], "seed": -1}, "evaluate"
-    )
-    assert "evaluate.guidance.1: expected a value greater than or equal to 0, got -2.0" in complaint
-    assert "evaluate.seed: expected a value greater than or equal to 0, got -1" in complaint
+    said = message(build_dataclass, TrainOptions, {"prompts_per_iteration": 2}, "train")
+    assert said.startswith("train: missing group_size, train_batch_size, iterations, which train")
+    wrong = {"guidance": [1, -2], "seed": -1}
+    said = message(build_dataclass, EvaluateOptions, wrong, "evaluate")
+    assert "evaluate.guidance.1: expected a value greater than or equal to 0, got -2.0" in said
+    assert "evaluate.seed: expected a value greater than or equal to 0, got -1" in said
     assert "expected a mapping" in message(build_dataclass, TrainOptions, [1], "train")
 
 
@@ -293,27 +211,18 @@ def judged(media, prompts, *, by: int | float = 2):
 
 def test_rewards_have_weights_and_options():
     registry = Registry("reward", {"plain": plain, "scaled": scaled, "box": Box})
-    rewards = build_rewards(
-        {"plain": 0.5, "scaled": {"weight": -1, "by": 3}, "box": {"size": 1}}, registry
-    )
-    assert {name: item.weight for name, item in rewards.items()} == {
-        "plain": 0.5,
-        "scaled": -1.0,
-        "box": 1.0,
-    }
+    spec = {"plain": 0.5, "scaled": {"weight": -1, "by": 3}, "box": {"size": 1}}
+    rewards = build_rewards(spec, registry)
+    assert [item.weight for item in rewards.values()] == [0.5, -1.0, 1.0]
     assert rewards["scaled"].reward(2.0) == 6.0 and rewards["plain"].reward is plain
     assert build_rewards("plain", registry)["plain"].weight == 1.0
     assert list(build_rewards(["plain", "scaled"], registry)) == ["plain", "scaled"]
-    complaint = message(
-        build_rewards, {"plian": 1, "scaled": "much", "box": {"weight": 1}}, registry
-    )
+    wrong = {"plian": 1, "scaled": "much", "box": {"weight": 1}}
+    complaint = message(build_rewards, wrong, registry)
     assert "reward.plian: unknown reward 'plian'; did you mean 'plain'?" in complaint
     assert "reward.scaled.weight: expected a number, got 'much'" in complaint
     assert "reward.box: missing size" in complaint
     assert "expected rewards" in message(build_rewards, 3, registry)
-
-
-# Files
 
 
 def write_config(folder: Path, text: str) -> Path:
@@ -335,54 +244,49 @@ train:
 """
 
 
+class Lines:
+    def __init__(self, path: Path, held_out: Path | float = 0.1):
+        self.path = path
+
+
+@dataclass
+class Toy(Objective):
+    clip: float = 1.0
+    kl: float = 0.0
+    path: str = "owner/name"
+    kernel: Annotated[Any, KERNEL] = field(default=plain)
+    points = loss = None
+
+    def __post_init__(self):
+        if self.clip <= 0:
+            raise UserError("clip must be positive")
+
+
+class Policy(Box):
+    rollout = decode = None
+
+
+def centred(rewards, rollout):
+    return rewards
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with a prompt file, and registries in which every section knows ``toy``."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.txt").write_text("a\n")
-
-    class Lines:
-        def __init__(self, path: Path, held_out: Path | float = 0.1):
-            self.path = path
-
-    @dataclass
-    class Toy(Objective):
-        clip: float = 1.0
-        kl: float = 0.0
-        path: str = "owner/name"
-        kernel: Annotated[Any, KERNEL] = field(default=plain)
-        points = loss = None
-
-        def __post_init__(self):
-            if self.clip <= 0:
-                raise UserError("clip must be positive")
-
-    class Policy(Box):
-        rollout = decode = None
-
-    def centred(rewards, rollout):
-        return rewards
-
-    for registry, entry in (
-        (POLICIES, Policy),
-        (DATA, Box),
-        (REWARDS, judged),
-        (OBJECTIVES, Toy),
-        (ADVANTAGES, centred),
-    ):
+    sections = POLICIES, DATA, REWARDS, OBJECTIVES, ADVANTAGES
+    for registry, entry in zip(sections, (Policy, Box, judged, Toy, centred), strict=True):
         monkeypatch.setitem(registry, "toy", entry)
     monkeypatch.setitem(DATA, "lines", Lines)
     monkeypatch.setitem(OPTIMIZERS, "adamw", plain)
     monkeypatch.setitem(ADVANTAGES, "flow_grpo", centred)
-    for entry in (Toy, Lines):  # local classes: their annotations cannot be looked up by name
-        entry.__init__.__globals__.setdefault("KERNEL", KERNEL)
     return tmp_path
 
 
 def problems_of(folder: Path, text: str, *overrides: str) -> str:
-    return message(lambda: check(load(write_config(folder, text), overrides))).replace(
-        f"{folder}/", ""
-    )
+    said = message(lambda: check(load(write_config(folder, text), overrides)))
+    return said.replace(f"{folder}/", "")
 
 
 def test_a_good_config_is_checked_and_built(folder):
@@ -397,102 +301,57 @@ def test_a_good_config_is_checked_and_built(folder):
     assert "objective" in config and "log" not in config
 
 
+BROKEN = [
+    ("clip: 1e-4", "clp: 1e-4", "7: objective.toy.clp: unknown option; did you mean 'clip'? (toy"),
+    ("clip: 1e-4", "clip: -1", "6: objective.toy: clip must be positive"),
+    ("  toy:\n", "  tyo:\n", "6: objective.tyo: unknown objective 'tyo'; did you mean 'toy'?"),
+    ("reward:", "rewards:", "4: rewards: unknown section; did you mean 'reward'?"),
+    ("reward: {toy: 1.0}\n", "", "the section 'reward' is missing; for instance\n    reward: {dig"),
+    ("size: 8, ", "", "2: policy.toy: missing size, which toy needs"),
+    ("here.txt", "gone.txt", "3: data.lines.path: no such file or folder: gone.txt; relative"),
+    ("batch_size: 8", "batch_size: 3", "9: train.train_batch_size 3 does not divide the 8 samples"),
+    ("3}", "3}\nevaluate: {reward: {tyo: 1}}", "10: evaluate.reward.tyo: unknown reward"),
+    ("3}", "3}\nplugins: [no_such_module]", "10: plugins.0: cannot import the plug-in"),
+    ("3}", "3}\ntrain: {}", "10: the key 'train' is given twice, first in line 8; keep"),
+    ("clip: 1e-4", "clip: 1, clip: 2", "7: column 18: broken YAML: mapping values are"),
+    ("    clip", "\tclip", "7: column 1: broken YAML"),
+    ("clip: 1e-4", "clip: !!python/name:os.system x", "7: the tag tag:yaml.org,2002:python/name"),
+    ("clip: 1e-4", "clip: &a [*a]", "7: an alias that contains itself"),
+    ("clip: 1e-4", f"clip: {'[' * 3000}", "nested too deeply"),
+    ("clip: 1e-4", "clip: \x07", "7: character '\\x07'"),
+]
+
+
 def test_a_mistake_in_the_file_is_said_with_its_line(folder, subtests):
-    end = "iterations: 3}"
-    for old, new, complaint in [
-        (
-            "clip: 1e-4",
-            "clp: 1e-4",
-            "7: objective.toy.clp: unknown option; did you mean 'clip'? (toy takes: clip, kl",
-        ),
-        ("clip: 1e-4", "clip: 1e-4x", "7: objective.toy.clip: expected a number, got '1e-4x'"),
-        ("clip: 1e-4", "clip: -1", "6: objective.toy: clip must be positive"),
-        ("  toy:\n", "  tyo:\n", "6: objective.tyo: unknown objective 'tyo'; did you mean 'toy'?"),
-        (
-            "reward: {toy: 1.0}",
-            "reward: {toi: 1.0}",
-            "4: reward.toi: unknown reward 'toi'; did you mean 'toy'?",
-        ),
-        ("reward:", "rewards:", "4: rewards: unknown section; did you mean 'reward'?"),
-        (
-            "reward: {toy: 1.0}\n",
-            "",
-            " the section 'reward' is missing; for instance\n    reward: {digits: 1.0}",
-        ),
-        ("size: 8", "size: eight", "2: policy.toy.size: expected an integer, got 'eight'"),
-        ("size: 8, ", "", "2: policy.toy: missing size, which toy needs"),
-        ("rank: 2", "rank: [2]", "2: policy.toy.inner.rank: expected an integer, got [2]"),
-        (
-            "here.txt",
-            "gone.txt",
-            "3: data.lines.path: no such file or folder: gone.txt; relative paths start at",
-        ),
-        ("clip: 1e-4", "path: ./gone", "7: objective.toy.path: no such file or folder: ./gone"),
-        (
-            "batch_size: 8",
-            "batch_size: 3",
-            "9: train.train_batch_size 3 does not divide the 8 samples",
-        ),
-        ("group_size: 2, ", "", "8: train: missing group_size"),
-        (end, end + "\nevaluate: {reward: {tyo: 1}}", "10: evaluate.reward.tyo: unknown reward"),
-        (end, end + "\nrun: 3", "10: run: expected text or null, got 3"),
-        (end, end + "\nplugins: [no_such_module]", "10: plugins.0: cannot import the plug-in"),
-        (end, end + "\nlog: {tensorbaord: true}", "10: log.tensorbaord: unknown option; did"),
-        (end, end + "\nlog: 3", "10: log: expected options, {option: value}, got 3"),
-        (end, end + "\ntrain: {}", "10: the key 'train' is given twice, first in line 8; keep"),
-        (
-            "clip: 1e-4",
-            "clip: 1, clip: 2",
-            "7: column 18: broken YAML: mapping values are not allowed here",
-        ),
-        ("reward: {toy: 1.0}", "reward: {toy: 1.0", "5: column 10: broken YAML"),
-        ("    clip", "\tclip", "7: column 1: broken YAML"),
-        (
-            "clip: 1e-4",
-            "clip: !!python/name:os.system x",
-            "7: the tag tag:yaml.org,2002:python/name:os.system is not",
-        ),
-        ("clip: 1e-4", "clip: !!float x", "7: 'x' is not a float"),
-        ("clip: 1e-4", "? [a]\n    : 3", "7: a key must be a word"),
-        ("clip: 1e-4", "clip: &a [*a]", "7: an alias that contains itself"),
-        ("clip: 1e-4", f"clip: {'[' * 3000}", "nested too deeply"),
-        ("clip: 1e-4", "clip: \x07", "7: character '\\x07'"),
-    ]:
+    for old, new, complaint in BROKEN:
         with subtests.test(new=new):
             assert old in GOOD
             assert complaint in problems_of(folder, GOOD.replace(old, new, 1))
 
 
-def test_a_file_that_is_nowhere_is_said_with_both_places(folder, monkeypatch):
-    (folder / "elsewhere").mkdir()
-    monkeypatch.chdir(folder / "elsewhere")
-    complaint = problems_of(folder, GOOD.replace("here.txt", "gone.txt"))
-    assert f"relative paths start at elsewhere or {folder}" in complaint
-
-
 def test_files_that_are_no_configuration(folder):
-    assert "the file is empty" in problems_of(folder, "")
-    assert "the file is empty" in problems_of(folder, "# nothing\n")
-    assert "expected sections" in problems_of(folder, "- a\n")
-    # with an example of what it should look like
-    assert "policy: {sd3" in problems_of(folder, "hello")
+    words = "abcdefghi"
+    bomb = "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n"
+    bomb += "".join(f"{y}: &{y} [{', '.join([f'*{x}'] * 8)}]\n" for x, y in zip(words, words[1:]))
+    for text, complaint in [
+        ("", "the file is empty"),
+        ("# nothing\n", "the file is empty"),
+        ("- a\n", "expected sections"),
+        ("hello", "policy: {sd3"),  # with an example of what it should look like
+        (bomb, "more than"),
+    ]:
+        assert complaint in problems_of(folder, text)
     assert "no such configuration file" in message(load, folder / "gone.yaml")
     assert "is a folder" in message(load, folder)
     (folder / "latin.yaml").write_bytes("policy: caf\xe9\n".encode("latin1"))
     assert "latin.yaml:1: byte 0xe9 is not UTF-8" in message(load, folder / "latin.yaml")
-    assert "more than" in problems_of(
-        folder,
-        "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n"
-        + "".join(
-            f"{y}: &{y} [{', '.join([f'*{x}'] * 8)}]\n" for x, y in zip("abcdefgh", "bcdefghi")
-        ),
-    )
 
 
 def test_plug_ins_are_imported_first(folder):
     (folder / "my_rewards.py").write_text(
-        "from mmrl.core.registry import REWARDS\n@REWARDS.register('mine')\ndef mine(media, "
-        "prompts, *, by: int = 1): return by\n"
+        "from mmrl.core.registry import REWARDS\n"
+        "@REWARDS.register('mine')\n"
+        "def mine(media, prompts, *, by: int = 1): return by\n"
     )
     text = GOOD.replace("{toy: 1.0}", "{mine: {by: 3}}") + "plugins: [my_rewards.py]\n"
     config = load(write_config(folder, text))
@@ -517,124 +376,68 @@ def test_a_file_beside_the_configuration_is_found_from_anywhere(folder, monkeypa
     assert load(copied).build("data", DATA).path == folder / "here.txt"
 
 
-# YAML
+SCALARS = {
+    "1e-4": 1e-4,
+    ".5": 0.5,
+    "012": "012",
+    "no": "no",
+    "true": True,
+    "null": None,
+    "": None,
+    "2024-01-01": "2024-01-01",
+    "'1'": "1",
+    "[1, a]": [1, "a"],
+    "{a: 1e3}": {"a": 1e3},
+    ".inf": float("inf"),
+    "-0.0": -0.0,
+    "world:digits/sd3": "world:digits/sd3",
+}
 
 
-def test_scalars_are_what_they_look_like(subtests):
-    for text, value in [
-        ("1e-4", 1e-4),
-        ("1E5", 1e5),
-        ("1.", 1.0),
-        (".5", 0.5),
-        ("-3", -3),
-        ("1_000", 1000),
-        ("0x10", 16),
-        ("012", "012"),
-        ("no", "no"),
-        ("yes", "yes"),
-        ("true", True),
-        ("null", None),
-        ("~", None),
-        ("", None),
-        ("2024-01-01", "2024-01-01"),
-        ("1:30", "1:30"),
-        ("'1'", "1"),
-        ("e4", "e4"),
-        ("1e", "1e"),
-        ("-", None),
-        ("[1, a]", [1, "a"]),
-        ("{a: 1e3}", {"a": 1e3}),
-        (".inf", float("inf")),
-        ("inf", "inf"),
-        ("0", 0),
-        ("-0.0", -0.0),
-        ("world:digits/sd3", "world:digits/sd3"),
-    ]:
+def test_scalars_are_what_they_look_like_and_texts_stay_texts(subtests):
+    for text, value in SCALARS.items():
         with subtests.test(text=text, value=value):
-            scalar, _ = read(text if text != "-" else "null", "text")
+            scalar, _ = read(text, "text")
             assert scalar == value and type(scalar) is type(value)
-            again, _ = read(write({"a": scalar}), "text")
-            assert again == {"a": scalar}
-
-
-def test_text_stays_text_when_written_and_read(subtests):
-    for text in [
-        "1e-4",
-        "no",
-        "true",
-        "null",
-        "",
-        "12",
-        "\u00e9\n\u2028\t'\"",
-        "2024-01-01",
-        "1e",
-        "- a",
-        "#",
-    ]:
-        with subtests.test(text=text):
-            assert read(write({"a": text, text: [text]}), "text")[0] == {"a": text, text: [text]}
+            assert read(write({"a": scalar}), "text")[0] == {"a": scalar}
+    for text in ("1e-4", "no", "null", "", "\u00e9\n\u2028\t'\"", "2024-01-01", "- a", "#"):
+        assert read(write({"a": text, text: [text]}), "text")[0] == {"a": text, text: [text]}
 
 
 def test_dump_loads_back_to_the_same(folder):
-    config = load(
-        write_config(folder, GOOD),
-        ["objective.clip=1e-5", "run=runs/é", "reward.scaled={weight: 2}"],
-    )
+    words = ["objective.clip=1e-5", "run=runs/é", "reward.scaled={weight: 2}"]
+    config = load(write_config(folder, GOOD), words)
     again = load(write_config(folder, dump(config)))
     whole = {"lines": {"path": str(folder / "here.txt")}}
-    assert again.plain == config.plain | {"data": whole}
-    assert dump(again) == dump(config)
+    assert again.plain == config.plain | {"data": whole} and dump(again) == dump(config)
 
 
-# Overrides
+SIZES = {"prompts_per_iteration": 4, "group_size": 2, "train_batch_size": 8}
+BY_3 = {"scaled": {"by": 3}}
+INNER = {"size": 8, "inner": {"rank": 2}}
+OVERRIDES = [
+    ("train.iterations=5", "train", SIZES | {"iterations": 5}),
+    ("objective.toy.clip=1e-3", "objective", {"toy": {"clip": 1e-3}}),
+    ("objective.kl=1", "objective", {"toy": {"clip": 1e-4, "kl": 1}}),
+    ("objective=dgpo", "objective", "dgpo"),
+    ("objective.kernel.scaled.by=3", "objective", {"toy": {"clip": 1e-4, "kernel": BY_3}}),
+    ("data.path=new.txt", "data", {"lines": {"path": "new.txt"}}),
+    ("policy.inner.rank=5", "policy", {"toy": {"size": 8, "inner": {"rank": 5}}}),
+    ("policy.clip=[1, 2]", "policy", {"toy": INNER | {"clip": [1, 2]}}),
+    ("reward.toy.by=2", "reward", {"toy": {"weight": 1.0, "by": 2}}),
+    ("reward.my.module:fn=0.5", "reward", {"toy": 1.0, "my.module:fn": 0.5}),
+    ("advantage.std=group", "advantage", {"flow_grpo": {"std": "group"}}),
+    ("run=a=b", "run", "a=b"),
+]
 
 
 def test_overrides(folder, subtests):
-    for override, section, expected in [
-        (
-            "train.iterations=5",
-            "train",
-            {"prompts_per_iteration": 4, "group_size": 2, "train_batch_size": 8, "iterations": 5},
-        ),
-        ("objective.toy.clip=1e-3", "objective", {"toy": {"clip": 1e-3}}),
-        ("objective.clip=1e-3", "objective", {"toy": {"clip": 1e-3}}),
-        ("objective.kl=1", "objective", {"toy": {"clip": 1e-4, "kl": 1}}),
-        ("objective=dgpo", "objective", "dgpo"),
-        ("objective={toy: {kl: 2}}", "objective", {"toy": {"kl": 2}}),
-        (
-            "objective.kernel.scaled.by=3",
-            "objective",
-            {"toy": {"clip": 1e-4, "kernel": {"scaled": {"by": 3}}}},
-        ),
-        ("data.path=new.txt", "data", {"lines": {"path": "new.txt"}}),
-        ("data=toy", "data", "toy"),
-        ("policy.inner.rank=5", "policy", {"toy": {"size": 8, "inner": {"rank": 5}}}),
-        ("policy.inner=null", "policy", {"toy": {"size": 8, "inner": None}}),
-        (
-            "policy.clip=[1, 2]",
-            "policy",
-            {"toy": {"size": 8, "inner": {"rank": 2}, "clip": [1, 2]}},
-        ),
-        ("reward.toy=2", "reward", {"toy": 2}),
-        ("reward.toy.by=2", "reward", {"toy": {"weight": 1.0, "by": 2}}),
-        ("reward.other=0.5", "reward", {"toy": 1.0, "other": 0.5}),
-        ("reward.my.module:fn=0.5", "reward", {"toy": 1.0, "my.module:fn": 0.5}),
-        ("advantage.std=group", "advantage", {"flow_grpo": {"std": "group"}}),
-        ("evaluate.prompts=3", "evaluate", {"prompts": 3}),
-        ("run=a=b", "run", "a=b"),
-        ("plugins=[a]", "plugins", ["a"]),
-    ]:
+    text = GOOD + "advantage: flow_grpo\n"
+    before = load(write_config(folder, text))
+    for override, section, expected in OVERRIDES:
         with subtests.test(override=override, section=section):
-            text = GOOD + "advantage: flow_grpo\n"
-            before = load(write_config(folder, text))
             config = load(write_config(folder, text), [override])
             assert config.plain == {**before.plain, section: expected}
-
-
-def test_later_overrides_win_and_build_on_earlier_ones(folder):
-    config = load(write_config(folder, GOOD), ["objective=toy", "objective.kl=1", "objective.kl=2"])
-    assert config["objective"] == {"toy": {"kl": 2}}
-    assert config.where("objective.toy.kl") == "command line: objective.kl=2"
 
 
 def test_a_wrong_override_is_quoted(folder, subtests):
@@ -642,19 +445,11 @@ def test_a_wrong_override_is_quoted(folder, subtests):
         ("train.iteratons=3", "train.iteratons: unknown option; did you mean 'iterations'?"),
         ("trian.iterations=3", "unknown section 'trian'; did you mean 'train'?"),
         ("objective.clp=3", "objective.toy.clp: unknown option; did you mean 'clip'?"),
-        ("objective.clip=x", "objective.toy.clip: expected a number, got 'x'"),
-        ("objective.clip=-1", "objective.toy: clip must be positive"),
-        ("objective=tyo", "objective: unknown objective 'tyo'; did you mean 'toy'?"),
-        ("objective={toy: {clip: x}}", "objective.toy.clip: expected a number"),
-        ("reward.tyo=1", "reward.tyo: unknown reward 'tyo'; did you mean 'toy'?"),
         ("data.path=gone.txt", "data.lines.path: no such file or folder: gone.txt"),
         ("train.train_batch_size=3", "train.train_batch_size 3 does not divide"),
         ("train.prompts_per_iteration.x=3", "train.prompts_per_iteration is 4, which has no 'x'"),
         ("train.seed=[1", "cannot read the value"),
         ("train.seed", "expected key=value"),
-        ("=3", "expected key=value"),
-        ("train=3", "train: expected options"),
-        ("train.=3", "train.: unknown option"),
     ]:
         with subtests.test(override=override):
             said = problems_of(folder, GOOD, override)
@@ -662,19 +457,9 @@ def test_a_wrong_override_is_quoted(folder, subtests):
     assert "the section 'policy' is missing" in problems_of(folder, GOOD, "policy=null")
 
 
-# Arithmetic
-
-
 def train(**changes: Any) -> TrainOptions:
-    return TrainOptions(
-        **{
-            "prompts_per_iteration": 12,
-            "group_size": 4,
-            "train_batch_size": 24,
-            "iterations": 5,
-            **changes,
-        }
-    )
+    sizes = {"prompts_per_iteration": 12, "group_size": 4, "train_batch_size": 24, "iterations": 5}
+    return TrainOptions(**(sizes | changes))
 
 
 def test_the_plan_of_an_iteration():
@@ -683,60 +468,44 @@ def test_the_plan_of_an_iteration():
     assert (plan.prompts_per_process, plan.rows_per_process, plan.rows_per_step) == (6, 24, 12)
     assert (plan.micro_batch, plan.accumulation) == (5, 3)
     assert arithmetic(train()).micro_batch == 24 and not arithmetic(train()).warnings
-    assert "group_size" in arithmetic(train(group_size=1, train_batch_size=12)).warnings[0]
+    single = train(group_size=1, train_batch_size=12)
+    assert "group_size" in arithmetic(single).warnings[0]
+    apart = replace(single, stages=(Demonstrated(path="a", own_baseline=True),))
+    assert not any("nothing would be learned" in text for text in _warnings(apart, False))
+    assert any("nothing would be learned" in text for text in _warnings(single, False))
+
+
+IMPOSSIBLE = [
+    ({"prompts_per_iteration": 7}, 3, "7 cannot be shared by 3 processes: use 6 or 9"),
+    ({"train_batch_size": 20}, 1, "20 does not divide the 48 samples (train.prompts_per_iteration"),
+    ({"train_batch_size": 100}, 1, "use 48"),
+    ({"train_batch_size": 3}, 2, "3 cannot be shared by 2 processes: use 2 or 4"),
+    ({"micro_batch_size": 25}, 1, "train.micro_batch_size 25 is more than the 24 rows"),
+    ({"group_size": -1}, 1, "train.group_size is -1: at least 1"),
+]
 
 
 def test_impossible_arithmetic_names_the_key_and_what_would_work(subtests):
-    for changes, processes, complaint in [
-        (
-            {"prompts_per_iteration": 7},
-            3,
-            "train.prompts_per_iteration 7 cannot be shared by 3 processes: use 6 or 9",
-        ),
-        (
-            {"train_batch_size": 20},
-            1,
-            "train.train_batch_size 20 does not divide the 48 samples "
-            "(train.prompts_per_iteration 12 x "
-            "train.group_size 4)",
-        ),
-        ({"train_batch_size": 20}, 1, "use 16 or 24"),
-        ({"train_batch_size": 100}, 1, "use 48"),
-        (
-            {"train_batch_size": 3},
-            2,
-            "train.train_batch_size 3 cannot be shared by 2 processes: use 2 or 4",
-        ),
-        ({"micro_batch_size": 25}, 1, "train.micro_batch_size 25 is more than the 24 rows"),
-        ({"micro_batch_size": 13}, 2, "at most 12"),
-        (
-            {"prompts_per_iteration": 0, "group_size": -1},
-            1,
-            "train.prompts_per_iteration is 0: at least 1\ntrain.group_size is -1: at least 1",
-        ),
-    ]:
+    for changes, processes, complaint in IMPOSSIBLE:
         with subtests.test(changes=changes, processes=processes):
             assert complaint in message(arithmetic, train(**changes), processes)
 
 
-@pytest.mark.parametrize("named", ["aesthetic", "[aesthetic]", "{aesthetic: 1.0}"])
-def test_rewards_may_only_be_named_in_training_and_in_evaluation(tmp_path, named):
+def test_rewards_may_only_be_named_in_training_and_in_evaluation(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text(f"reward: digits\nevaluate: {{reward: {named}}}\n")
-    config = load(file, required=())
-    assert config.plain["evaluate"]["reward"] == {"aesthetic": 1.0}
-    config = load(file, [f"evaluate.reward={named}"], required=())
-    assert config.section("evaluate", EvaluateOptions).reward == {"aesthetic": 1.0}
+    for named in ("aesthetic", "[aesthetic]", "{aesthetic: 1.0}"):
+        file.write_text(f"reward: digits\nevaluate: {{reward: {named}}}\n")
+        assert load(file, required=()).plain["evaluate"]["reward"] == {"aesthetic": 1.0}
+        config = load(file, [f"evaluate.reward={named}"], required=())
+        assert config.section("evaluate", EvaluateOptions).reward == {"aesthetic": 1.0}
 
 
 def test_a_run_on_preferences_may_leave_the_rewards_of_its_configuration_out():
-    with_none = load("configs/digits/dpo_pairs.yaml", ["reward=null"])
-    assert with_none.plain["reward"] == {}
-    with pytest.raises(UserError, match="section 'reward' is missing"):
-        load("configs/digits/flow_grpo.yaml", ["reward=null"])
+    assert load("configs/digits/dpo_pairs.yaml", ["reward=null"]).plain["reward"] == {}
+    said = message(load, "configs/digits/flow_grpo.yaml", ["reward=null"])
+    assert "section 'reward' is missing" in said
 
 
 def test_a_reward_inside_another_keeps_its_form_where_paths_are_anchored(tmp_path):
     spec = {"reward": {"identity": {"use": "per_frame", "reward": "digits"}}}
-    assert anchors.code_beside(spec, tmp_path) == spec
-    assert anchors.anchored(spec, tmp_path) == spec
+    assert anchors.code_beside(spec, tmp_path) == spec == anchors.anchored(spec, tmp_path)
