@@ -10,13 +10,14 @@ import random
 import pytest
 import torch
 import yaml
+from scipy.stats import kendalltau
 
 from mmrl.config import build_rewards
 from mmrl.config.sections import AlarmOptions, LogOptions
 from mmrl.core.errors import UserError
 from mmrl.experiment.lifecycle import train
 from mmrl.monitoring.alarms import Alarms, trend
-from mmrl.monitoring.appearance import appearance, of_pictures
+from mmrl.monitoring.appearance import of_pictures
 from mmrl.monitoring.diversity import portrait
 from mmrl.monitoring.log import RunLog
 from mmrl.monitoring.report.page import render
@@ -24,6 +25,7 @@ from mmrl.monitoring.report.runs import read_run
 from mmrl.scoring import Scorer
 from rewards.card import card
 from tests.fixtures.tiny_rewards import pictures
+from tests.monitoring.test_nothing_to_learn import RUN
 
 
 def simulated(seed, iterations=160, fall=0.0, correlation=0.0, every=1, **options):
@@ -47,36 +49,16 @@ def simulated(seed, iterations=160, fall=0.0, correlation=0.0, every=1, **option
     return raised
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.5])
-def test_a_rising_reward_alone_raises_no_alarm(correlation):
+def test_a_rising_reward_alone_raises_no_alarm_and_a_falling_monitor_does():
     """Wider simulation while writing: none in 60 runs of 300 iterations each at correlations 0, 0.5
     and 0.8."""
-    assert [simulated(seed, correlation=correlation) for seed in range(6)] == [[]] * 6
-
-
-def test_a_falling_monitor_does():
+    for correlation in (0.0, 0.5):
+        assert [simulated(seed, correlation=correlation) for seed in range(4)] == [[]] * 4
     for seed in range(4):
         raised = simulated(seed, fall=5.0)
         assert raised and {kind for _, kind in raised} == {"exploited/taste"} and raised[0][0] >= 39
-        gaps = [b - a for (a, _), (b, _) in zip(raised, raised[1:])]
-        assert all(gap >= 40 for gap in gaps)
+        assert all(b - a >= 40 for (a, _), (b, _) in zip(raised, raised[1:]))
     assert simulated(0, fall=5.0, enabled=False) == []
-
-
-def test_alarms_carry_numbers_and_advice_and_remember_over_a_resume():
-    def line(i):
-        return {"reward/mean": i / 100, "reward/taste/mean": 5 - i / 10}
-
-    alarms = Alarms(AlarmOptions(), ["taste"])
-    alarms.recall([line(i) for i in range(39)])
-    (alarm,) = alarms.judge(39, line(39))
-    assert "the reward rises and taste falls" in alarm.message and "checkpoint" in alarm.message
-    assert (
-        alarm.numbers["window"] == 40
-        and alarm.numbers["monitor_first"] > alarm.numbers["monitor_now"]
-    )
-    fresh = Alarms(AlarmOptions(), ["taste"])
-    assert fresh.judge(39, line(39)) == []
 
 
 def test_an_alarm_is_not_repeated_after_a_resume(tmp_path):
@@ -109,67 +91,67 @@ def bounded(media, prompts):
     return media.flatten(1).mean(1)
 
 
-@pytest.mark.parametrize(("level", "raised"), [(0.95, False), (0.91, False), (0.85, True)])
-def test_samples_may_become_alike_near_the_bound_of_the_reward(level, raised):
-    """As NFT's do at 0.95: samples that are all right are alike."""
+def raised_by(name, start, end, level=0.5):
+    """Alarms of a run whose samples change in the middle, while its reward is at ``level``."""
     alarms = Alarms(AlarmOptions(), rewards={"good": bounded})
-    kinds = []
+    raised = []
     for i in range(60):
         metrics = {"reward/mean": level, "reward/good/mean": level if i > 20 else 0.3}
-        metrics["samples/diversity"] = 0.2 if i < 30 else 0.05
-        kinds += [alarm.kind for alarm in alarms.judge(i, metrics)]
-    assert kinds == ["diversity"] * raised
+        metrics[f"samples/{name}"] = start if i < 30 else end
+        raised += [(i, alarm.kind) for alarm in alarms.judge(i, metrics)]
+    return raised
 
 
-def test_samples_that_collapse_raise_an_alarm(subtests):
-    for name, start, end, kind in [
-        ("diversity", 0.2, 0.05, "diversity"),
-        ("clipped", 0.1, 0.5, "clipped"),
-        ("contrast", 0.2, 0.05, "contrast"),
-        ("dark", 0.45, 0.93, "dark"),  # the drifts that were reported
-        ("edges", 0.1, 0.04, "edges"),
-        ("colour_entropy", 5.0, 2.3, "colour_entropy"),
-        ("dark", 0.6, 0.2, "dark"),
-        ("edges", 0.1, 0.3, "edges"),
-        ("colour", 0.3, 0.1, "colour"),
-        ("colour", 0.3, 0.7, "colour"),
+@pytest.mark.parametrize(
+    ("name", "start", "end"),
+    [
+        ("diversity", 0.2, 0.05),
+        ("clipped", 0.1, 0.5),
+        ("contrast", 0.2, 0.05),
+        ("dark", 0.45, 0.93),  # the drifts that were reported
+        ("edges", 0.1, 0.04),
+        ("colour_entropy", 5.0, 2.3),
+        ("dark", 0.6, 0.2),
+        ("edges", 0.1, 0.3),
+        ("colour", 0.3, 0.1),
+        ("colour", 0.3, 0.7),
+    ],
+)
+def test_samples_that_collapse_raise_an_alarm(name, start, end):
+    ((iteration, kind),) = raised_by(name, start, end)
+    assert kind == name and 30 <= iteration <= 40
+
+
+def test_small_drifts_raise_none_nor_alike_samples_near_the_bound_of_the_reward():
+    for name, start, end in [
+        ("dark", 0.2, 0.45),
+        ("edges", 0.0, 0.3),  # shares of next to nothing
+        ("colour", 0.01, 0.3),
+        ("colour_entropy", 2.0, 9.0),
     ]:
-        with subtests.test(name=name, start=start):
-            alarms = Alarms(AlarmOptions())
-            raised = []
-            for i in range(60):
-                value = start if i < 30 else end
-                raised += [
-                    (i, alarm.kind)
-                    for alarm in alarms.judge(i, {"reward/mean": 0.5, f"samples/{name}": value})
-                ]
-            assert [alarm for _, alarm in raised] == [kind] and 30 <= raised[0][0] <= 40
-
-
-# the parts
+        assert not raised_by(name, start, end)
+    # as NFT's do at 0.95: samples that are all right are alike
+    raised = [len(raised_by("diversity", 0.2, 0.05, level)) for level in (0.95, 0.91, 0.85)]
+    assert raised == [0, 0, 1]
 
 
 def test_the_trend_is_mann_kendalls():
     """Against scipy's Kendall tau, whose normal approximation has the same statistic without the
-    continuity step."""
-    from scipy.stats import kendalltau
+    continuity step; correlation of neighbours only widens it."""
+
+    def plain(values):
+        n = len(values)
+        score = kendalltau(range(n), values).statistic * n * (n - 1) / 2
+        variance = n * (n - 1) * (2 * n + 5) / 18
+        return (round(score) - math.copysign(1, score)) / math.sqrt(variance)
 
     rng = random.Random(3)
     values = [rng.gauss(0, 1) + i / 40 for i in range(50)]
-    n = len(values)
-    tau = kendalltau(range(len(values)), values).statistic
-    score = tau * n * (n - 1) / 2
-    variance = n * (n - 1) * (2 * n + 5) / 18
-    plain = (score - math.copysign(1, score)) / math.sqrt(variance)
-    assert abs(trend(values)) <= abs(plain) + 1e-9 and trend(values) > 0  # correlation only widens
+    assert 0 < trend(values) <= plain(values) + 1e-9
     assert trend(values[::-1]) == pytest.approx(-trend(values), abs=1e-9)
     assert trend([1.0] * 30) == 0.0
-    # neighbours against each other: nothing is widened
-    zigzag = [(-1) ** i + i * 0.01 for i in range(40)]
-    tau = kendalltau(range(40), zigzag).statistic
-    assert trend(zigzag) == pytest.approx(
-        (round(tau * 780) - 1) / math.sqrt(40 * 39 * 85 / 18), abs=1e-9
-    )
+    zigzag = [(-1) ** i + i * 0.01 for i in range(40)]  # neighbours against each other
+    assert trend(zigzag) == pytest.approx(plain(zigzag), abs=1e-9)
 
 
 def test_a_portrait_is_the_brute_force_one():
@@ -180,36 +162,20 @@ def test_a_portrait_is_the_brute_force_one():
     want = sum(float((media[i] - media[j]).square().mean().sqrt()) for i, j in pairs) / 4
     assert measured["samples/diversity"] == pytest.approx(want, rel=1e-5)
     grey = (media * torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1)
-    assert measured["samples/contrast"] == pytest.approx(
-        float(grey.flatten(1).std(1, correction=0).mean()), rel=1e-5
-    )
-    ends = torch.cat(
-        [torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8), torch.full((1, 3, 8, 8), 0.5)]
-    )
+    contrast = float(grey.flatten(1).std(1, correction=0).mean())
+    assert measured["samples/contrast"] == pytest.approx(contrast, rel=1e-5)
+    ends = torch.tensor([0.0, 1.0, 0.5]).view(3, 1, 1, 1).repeat(1, 3, 8, 8)
     of_ends = portrait(ends, torch.zeros(3, dtype=torch.long))
-    assert of_ends["samples/clipped"] == pytest.approx(2 / 3) and of_ends[
-        "samples/diversity"
-    ] == pytest.approx(2 / 3)
+    assert of_ends["samples/clipped"] == pytest.approx(2 / 3)
+    assert of_ends["samples/diversity"] == pytest.approx(2 / 3)
     ends[0, 0, 0, 0] = torch.nan
-    assert portrait(ends, torch.zeros(3, dtype=torch.long))["samples/clipped"] == pytest.approx(
-        1 / 2
-    )
+    broken = portrait(ends, torch.zeros(3, dtype=torch.long))
+    assert broken["samples/clipped"] == pytest.approx(1 / 2)
     still = media[:, None].expand(-1, 9, -1, -1, -1)
     assert portrait(still, group) == pytest.approx(measured, rel=1e-5)
-    assert portrait(["ab", "ab", "cd", "x"], torch.tensor([0, 0, 0, 1])) == pytest.approx(
-        {"samples/diversity": 2 / 3}
-    )
+    texts = portrait(["ab", "ab", "cd", "x"], torch.tensor([0, 0, 0, 1]))
+    assert texts == pytest.approx({"samples/diversity": 2 / 3})
     assert portrait(torch.zeros(4, 7), torch.zeros(4, dtype=torch.long)) == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "start", "end"),
-    [("dark", 0.2, 0.45), ("edges", 0.0, 0.3), ("colour", 0.01, 0.3), ("colour_entropy", 2.0, 9.0)],
-)
-def test_small_drifts_and_shares_of_next_to_nothing_raise_none(name, start, end):
-    alarms = Alarms(AlarmOptions())
-    values = [start] * 30 + [end] * 30
-    assert not [a for i, v in enumerate(values) for a in alarms.judge(i, {f"samples/{name}": v})]
 
 
 def test_the_looks_of_pictures_by_hand():
@@ -226,33 +192,12 @@ def test_the_looks_of_pictures_by_hand():
     assert of_pictures(grey)[:, 3].max() <= 3.0 and of_pictures(grey)[:, 1].max() == 0
 
 
-def test_looks_of_videos_large_pictures_and_broken_ones():
-    device = torch.device("cpu")
-    media = pictures(3, 32, 32)
-    measured = appearance(media, device)
-    rows = of_pictures(media)
-    assert list(measured.values()) == pytest.approx(rows.mean(0).tolist(), rel=1e-5)
-    still = media[:, None].expand(-1, 9, -1, -1, -1)
-    assert appearance(still, device) == pytest.approx(measured, rel=1e-5)
-    broken = torch.cat([media, torch.full((1, 3, 32, 32), torch.nan)])
-    assert appearance(broken, device) == pytest.approx(measured, rel=1e-5)
-    large = torch.nn.functional.interpolate(media[:1], scale_factor=16)  # 512 pixels a side
-    assert of_pictures(large)[0, [0, 1, 3]].tolist() == pytest.approx(
-        rows[0, [0, 1, 3]].tolist(), abs=0.02
-    )
-    assert appearance(["a", "b"], device) == {} == appearance(torch.zeros(2, 7), device)
-    assert appearance(media[:0], device) == {}
-
-
 def test_monitor_is_weight_0_and_may_fail():
-    built = build_rewards(
-        {"a": {"use": "jpeg_compressibility", "monitor": True}, "jpeg_compressibility": 0.0}
-    )
+    named = {"use": "jpeg_compressibility", "monitor": True}
+    built = build_rewards({"a": named, "jpeg_compressibility": 0.0})
     assert [weighted.weight for weighted in built.values()] == [0, 0]
-    assert (
-        build_rewards({"jpeg_compressibility": {"monitor": False}})["jpeg_compressibility"].weight
-        == 1
-    )
+    plain = build_rewards({"jpeg_compressibility": {"monitor": False}})
+    assert plain["jpeg_compressibility"].weight == 1
     with pytest.raises(UserError, match="only measured; leave its weight away"):
         build_rewards({"jpeg_compressibility": {"monitor": True, "weight": 2}})
     with pytest.raises(UserError, match="monitor: expected true or false"):
@@ -261,25 +206,16 @@ def test_monitor_is_weight_0_and_may_fail():
     def broken(media, prompts):
         raise RuntimeError("gone")
 
-    scorer = Scorer(
-        {"good": lambda media, prompts: [1.0] * len(prompts), "watch": broken}, {"watch": 0.0}
-    )
+    scorer = Scorer({"good": lambda media, prompts: [1.0] * 4, "watch": broken}, {"watch": 0.0})
     rewards = scorer(pictures(4), [{"text": "a"}] * 4)
-    assert (
-        rewards["watch"].isnan().all()
-        and rewards.total().tolist() == [1.0] * 4
-        and scorer.failures["watch"].count == 4
-    )
+    assert rewards["watch"].isnan().all() and rewards.total().tolist() == [1.0] * 4
+    assert scorer.failures["watch"].count == 4
     with pytest.raises(UserError, match="gone"):
         Scorer({"watch": broken})(pictures(4), [{"text": "a"}] * 4)
 
 
-# in a run
-
-MINE = '''
+MINE = """
 class Falling:
-    """Falls with every call; counts itself, as rewards run side by side."""
-
     calls = 0
 
     def __call__(self, media, prompts):
@@ -294,49 +230,22 @@ class Rising(Falling):
     def __call__(self, media, prompts):
         self.calls += 1
         return [float(self.calls + i % 2) for i in range(len(prompts))]
-'''
+"""
 
 
 def test_a_run_reports_the_alarm_and_what_rewards_count(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "seesaw.py").write_text(MINE)
-    spec = {
-        "policy": {
-            "sd3": {
-                "path": "world:digits/sd3-test",
-                "size": 32,
-                "steps": 2,
-                "guidance_scale": 1.0,
-                "lora": 2,
-            }
-        },
-        "data": {"digits": {"captions": 20}},
+    spec = RUN | {
         "reward": {"seesaw.py:Rising": 1.0, "seesaw.py:Falling": {"monitor": True}},
-        "objective": {"policy_gradient": {"clip_range": 1.0}},
-        "train": {
-            "prompts_per_iteration": 1,
-            "group_size": 2,
-            "train_batch_size": 2,
-            "iterations": 24,
-            "save_every": 0,
-        },
-        "log": {"tensorboard": False},
+        "train": RUN["train"] | {"iterations": 24},
         "alarms": {"window": 20},
         "run": "run",
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec))
-    folder = train(tmp_path / "run.yaml")
-    run = read_run(folder)
-    alarms = [
-        event
-        for event in run.events
-        if event["kind"] == "alarm" and "exploited" in event["message"]
-    ]
-    assert (
-        len(alarms) == 1
-        and alarms[0]["numbers"]["window"] == 20
-        and "Falling falls" in capsys.readouterr().out
-    )
+    run = read_run(train(tmp_path / "run.yaml"))
+    (alarm,) = [e for e in run.events if e["kind"] == "alarm" and "exploited" in e["message"]]
+    assert alarm["numbers"]["window"] == 20 and "Falling falls" in capsys.readouterr().out
     assert run.optimised() == ["Rising"] and run.metrics[-1]["judged/Falling/requests"] == 24
     assert {"samples/diversity", "samples/clipped", "samples/contrast"} <= set(run.measured())
     page = render(run)

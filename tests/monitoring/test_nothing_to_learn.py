@@ -4,6 +4,7 @@ optional stop, a red line in the report."""
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -19,17 +20,8 @@ from mmrl.monitoring.report.runs import read_run
 from mmrl.rollout.collect import Sampled
 from rewards.answers.grounding import Grounding
 
-GOOD = {
-    "grad_norm": 0.1,
-    "lr": 1e-3,
-    "reward/mean": 0.3,
-    "reward/std": 0.2,
-    "groups/total": 4,
-    "groups/flat": 1,
-    "samples/total": 16,
-    "samples/diversity": 0.1,
-    "skipped_steps": 0,
-}
+GOOD = {"grad_norm": 0.1, "lr": 1e-3, "reward/mean": 0.3, "reward/std": 0.2, "skipped_steps": 0}
+GOOD |= {"groups/total": 4, "groups/flat": 1, "samples/total": 16, "samples/diversity": 0.1}
 FLAT = GOOD | {"reward/mean": 0.0, "reward/std": 0.0, "groups/flat": 4}
 
 
@@ -41,53 +33,47 @@ def raised(lines, **options):
     return alarms
 
 
-def test_two_iterations_raise_one_alarm_with_the_likely_cause(subtests):
-    for line, why, cause in [
-        (FLAT | {"grad_norm": 0.0}, "rewarded with 0 and the gradient is 0", "taste does not"),
-        (FLAT | {"grad_norm": 0.0, "answer/cut": 0.9}, "gradient is 0", "90% .* max_new_tokens"),
-        (FLAT, "every sample is rewarded with 0", "a larger train.group_size"),  # KL moves it
-        (GOOD | {"groups/flat": 4}, "all samples of a prompt", "depends on the prompt alone"),
-        (GOOD | {"grad_norm": 0.0}, "the gradient is 0", "The rewards differ, .* lora and train"),
-        (GOOD | {"lr": 0.0}, "the learning rate is 0", "train.lr_schedule"),
-        (FLAT | {"grad_norm": 0.0, "samples/diversity": 0.0}, "gradient", "are identical"),
-        (
-            {k: v for k, v in GOOD.items() if k != "grad_norm"} | {"skipped_steps": 1},
-            "no optimizer step",
-            "masked",
-        ),
-    ]:
-        with subtests.test(line=line, why=why):
-            import re
+SKIPPED = {key: value for key, value in GOOD.items() if key != "grad_norm"} | {"skipped_steps": 1}
+CAUSES = [
+    (FLAT | {"grad_norm": 0.0}, "rewarded with 0 and the gradient is 0", "taste does not"),
+    (FLAT | {"grad_norm": 0.0, "answer/cut": 0.9}, "gradient is 0", "90% .* max_new_tokens"),
+    (FLAT, "every sample is rewarded with 0", "a larger train.group_size"),  # KL moves it
+    (GOOD | {"groups/flat": 4}, "all samples of a prompt", "depends on the prompt alone"),
+    (GOOD | {"grad_norm": 0.0}, "the gradient is 0", "The rewards differ, .* lora and train"),
+    (GOOD | {"lr": 0.0}, "the learning rate is 0", "train.lr_schedule"),
+    (FLAT | {"grad_norm": 0.0, "samples/diversity": 0.0}, "gradient", "are identical"),
+    (SKIPPED, "no optimizer step", "masked"),
+]
 
+
+def test_two_iterations_raise_one_alarm_with_the_likely_cause(subtests):
+    for line, why, cause in CAUSES:
+        with subtests.test(line=line, why=why):
             alarms = raised([GOOD, line, line, line])
             (alarm,) = alarms.news
             assert alarm.kind == STUCK and re.search(f"last 2 iterations: .*{why}", alarm.message)
             assert re.search(cause, alarm.message) and not alarms.ended
             assert alarm.numbers["iterations"] == 2
-            assert (
-                raised([line, GOOD, line]).news == []
-                and raised([line] * 3, enabled=False).news == []
-            )
-            assert raised([line] * 3, patience=4).news == []
+            assert not raised([line, GOOD, line]).news
+            assert not raised([line] * 3, enabled=False).news
+            assert not raised([line] * 3, patience=4).news
             assert "nothing to learn from" in raised([line, line], stop=True).ended
             assert len(raised([line] * 90).news) == 3  # once in a window of 40 iterations
 
 
 def test_a_resume_counts_on_from_what_was_logged():
     """Found by scripts/dev/soak kills: resumed after two such iterations, it came two late."""
-    lines = [GOOD | {"grad_norm": 0.3}, GOOD | {"grad_norm": 0.0}, GOOD | {"grad_norm": 0.0}]
+    still, moving = GOOD | {"grad_norm": 0.0}, GOOD | {"grad_norm": 0.3}
+    lines = [dict(moving), dict(still), dict(still)]
     first = Alarms(AlarmOptions(patience=3))
     for iteration, line in enumerate(lines, 1):
         first.after_update(iteration, line)
     assert not first.news and [line.get(IN_A_ROW) for line in lines] == [None, 1, 2]
-    second = Alarms(AlarmOptions(patience=3))
-    second.recall(lines)
-    second.after_update(4, GOOD | {"grad_norm": 0.0})
-    assert "the last 3 iterations" in second.news[0].message
-    third = Alarms(AlarmOptions(patience=3))
-    third.recall([*lines, GOOD | {"grad_norm": 0.3}])
-    third.after_update(5, GOOD | {"grad_norm": 0.0})
-    assert not third.news
+    for logged, news in ((lines, 1), ([*lines, moving], 0)):
+        resumed = Alarms(AlarmOptions(patience=3))
+        resumed.recall(logged)
+        resumed.after_update(len(logged) + 1, dict(still))
+        assert len(resumed.news) == news
 
 
 def test_a_run_that_learns_raises_none():
@@ -132,13 +118,8 @@ RUN = {
     "reward": {"flat.py:flat": 1.0},
     "policy": {"sd3": {"path": "world:digits/sd3-test", "size": 32, "steps": 2, "lora": 2}},
     "objective": {"policy_gradient": {"clip_range": 1.0}},
-    "train": {
-        "prompts_per_iteration": 1,
-        "group_size": 2,
-        "train_batch_size": 2,
-        "iterations": 4,
-        "save_every": 0,
-    },
+    "train": {"prompts_per_iteration": 1, "group_size": 2, "train_batch_size": 2, "iterations": 4}
+    | {"save_every": 0},
     "log": {"tensorboard": False},
 }
 
@@ -148,9 +129,8 @@ def test_a_constant_reward_is_told_on_the_terminal_in_the_events_and_in_red(
     tmp_path, monkeypatch, capsys, stop
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "flat.py").write_text(
-        "def flat(media, prompts):\n    return [1.0] * len(prompts)\n"
-    )
+    reward = "def flat(media, prompts):\n    return [1.0] * len(prompts)\n"
+    (tmp_path / "flat.py").write_text(reward)
     spec = RUN | {"run": "run", "alarms": {"stop": stop}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec))
     ended = trained(tmp_path / "run.yaml")
