@@ -20,16 +20,8 @@ SHORT = (
     "train.micro_batch_size=null train.evaluate_every=0 evaluate.prompts=2 evaluate.num_samples=2 "
     "log.tensorboard=false"
 ).split()
-SMALL_WORLDS = {
-    name: f"policy.path=world:digits/{world}-test"
-    for name, world in {
-        "ar_grpo": "llamagen",
-        "janus_grpo": "janus",
-        "var_grpo": "var",
-        "grounding": "vlm",
-        "counting": "vlm",
-    }.items()
-}
+WORLDS = {"ar_grpo": "llamagen", "janus_grpo": "janus", "var_grpo": "var"}
+WORLDS |= {"grounding": "vlm", "counting": "vlm"}
 # what a command holds -> why it is not run here
 NOT_RUN = {
     r"^scripts/": "runs this suite, or what tests/cli/test_first_hour.py runs",
@@ -41,7 +33,8 @@ NOT_RUN = {
     r"^mmrl (view|serve-(reward|teacher)) ": "serves until it is stopped: tests/view, tests/remote",
     r"^mmrl push .* --private": "uploads: tests/hub, against a local server",
     r"--benchmark": "needs the weights or files of a benchmark: tests/benchmarks",
-    r"^mmrl train (?!digits/)(?!.*--dry-run)(?!--resume)": "needs the weights of a large model",
+    r"^mmrl train (?!digits/)(?!--resume)": "needs the weights of a large model, or builds it "
+    "without weights: tests/dry_run",
     r"^mmrl check-reward my_run.yaml": "the reader's own configuration",
     r"--devices |benchmarks/.*--dry-run": "places every part of a large model, or writes a "
     "benchmark's prompts, for half a minute: tests/dry_run, tests/benchmarks",
@@ -49,11 +42,7 @@ NOT_RUN = {
     "form: tests/policies/diffusion/test_lora_files.py, tests/experiment/test_convert.py",
     r"--install-completion": "changes the reader's shell",
 }
-PAGE_COMMANDS = [
-    (page, line)
-    for page, line in COMMANDS
-    if page.name != "start.md" and line.split("#")[0].strip()
-]
+PAGE_COMMANDS = [(p, x) for p, x in COMMANDS if p.name != "start.md" and x.split("#")[0].strip()]
 
 
 def reason_for(line):
@@ -69,7 +58,6 @@ def form(line):
 
 # one of every form
 RUN = {form(line): (page, line) for page, line in PAGE_COMMANDS if reason_for(line) is None}
-RUN = list(RUN.values())
 
 
 def test_every_reason_is_that_of_a_command():
@@ -82,7 +70,7 @@ def test_every_reason_is_that_of_a_command():
 def trained(words):
     """The words of a training at a size that takes a second."""
     name = words[1].removeprefix("digits/")
-    world = SMALL_WORLDS.get(name, "policy.path=world:digits/sd3-test")
+    world = f"policy.path=world:digits/{WORLDS.get(name, 'sd3')}-test"
     scenes = ["data.scenes=40"] if name in ("grounding", "counting") else []
     return [*words[:2], world, *scenes, *SHORT, *words[2:], "train.iterations=1"]
 
@@ -114,11 +102,7 @@ def on(desk, page, words):
     return [re.sub(r"train.iterations=\d+", "train.iterations=2", word) for word in words]
 
 
-@pytest.mark.parametrize(
-    ("page", "line"),
-    RUN,
-    ids=[f"{page.stem}-{line.split('#')[0].strip()[5:60]}" for page, line in RUN],
-)
+@pytest.mark.parametrize(("page", "line"), RUN.values(), ids=map(" ".join, RUN))
 def test_a_command_of_a_page_works(desk, page, line):
     _, *words = shlex.split(line, comments=True)
     if words[0] == "train" and words[1].startswith("digits/"):

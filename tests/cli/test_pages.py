@@ -10,19 +10,14 @@ from tests.core.test_imports import ROOT
 
 
 def test_pages_are_listed_and_shown():
+    docs = ROOT / "docs"
     text = CliRunner().invoke(app, ["docs"]).output
     names = [line.split()[0] for line in text.splitlines() if line.strip()]
-    files = (ROOT / "docs").rglob("*.md")
-    assert {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in files} == set(
-        pages()
-    )
-    assert set(pages()) <= set(names) and names[0] == "start"
-    page = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    files = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.rglob("*.md")}
+    assert files == set(pages()) <= set(names) and names[0] == "start"
+    page = (docs / "start.md").read_text(encoding="utf-8")
     for name in ("start", "start.md", "docs/start.md"):
         assert CliRunner().invoke(app, ["docs", name]).output == page + "\n"
-
-
-def test_a_page_that_there_is_not_is_suggested():
     with pytest.raises(UserError, match="no page 'starts'; did you mean 'start'"):
         CliRunner().invoke(app, ["docs", "starts"], catch_exceptions=False)
 

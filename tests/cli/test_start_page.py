@@ -11,9 +11,12 @@ from tests.cli.test_docs import DOCS, blocks, check_comparison
 from tests.fixtures.command import mmrl
 
 pytestmark = pytest.mark.slow
-SHORT = ["train.evaluate_every=0", "train.save_every=0", "evaluate.prompts=2"]
-SHORT += ["evaluate.num_samples=2", "train.prompts_per_iteration=2", "train.group_size=4"]
-SHORT += ["train.train_batch_size=8", "train.micro_batch_size=null"]
+SHORT = (
+    "train.evaluate_every=0 train.save_every=0 evaluate.prompts=2 evaluate.num_samples=2 "
+    "train.prompts_per_iteration=2 train.group_size=2 train.train_batch_size=4 "
+    "train.micro_batch_size=null train.iterations=1 policy.path=world:digits/sd3-test "
+    "evaluate.guidance=[] evaluate.reward={}"
+).split()
 COMMANDS = [
     line
     for block in blocks(DOCS / "start.md")
@@ -25,8 +28,9 @@ COMMANDS = [
 def shortened(words: list[str]) -> list[str]:
     """The same command at a size that takes seconds."""
     if words[0] == "train" and "--dry-run" not in words:
-        return [*words, *SHORT, "train.iterations=1"]
-    return [*words, "--samples", "8"] if words[0] == "check-reward" else words
+        return [*words, *SHORT]
+    small = ["--samples", "8", "data.scenes=100"]
+    return [*words, *small] if words[0] == "check-reward" else words
 
 
 def test_the_first_hour_works_from_top_to_bottom(tmp_path, monkeypatch):
