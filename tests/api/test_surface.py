@@ -2,12 +2,10 @@
 
 import importlib
 import inspect
-from pathlib import Path
 
 import pytest
 
 import mmrl
-from tests.core.test_imports import loaded_by
 
 
 def test_dir_shows_the_api_and_every_name_is_there():
@@ -18,10 +16,6 @@ def test_dir_shows_the_api_and_every_name_is_there():
         assert getattr(mmrl, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = mmrl.trian
-
-
-def test_importing_and_listing_names_loads_no_torch():
-    assert "torch" not in loaded_by("import mmrl\ndir(mmrl)\nmmrl.UserError")
 
 
 def test_a_users_error_is_a_value_error():
@@ -35,13 +29,6 @@ def test_a_package_that_is_called_stays_a_package():
     module = importlib.import_module("mmrl.train")
     assert mmrl.train is module and callable(module)
     assert "overrides" in inspect.signature(module).parameters
-
-
-def test_the_package_is_typed():
-    """mypy checks typed_use.py with the package."""
-    assert (Path(mmrl.__file__).parent / "py.typed").is_file()
-    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '"tests/api/typed_use.py"' in pyproject
 
 
 def test_names_are_listed_with_a_sentence():

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from PIL import Image
 
 import mmrl
+from mmrl.objectives.policy_gradient import PolicyGradient
 from tests.api.worlds import POLICY, QUIET, SMALL, TEXTS, redness
+from tests.fixtures.mistakes import message
 
 pandas = pytest.importorskip("pandas")
 
@@ -43,22 +46,19 @@ def test_a_frame_and_a_function_train_the_policy_in_place(policy, folder):
 
 def test_a_stopped_run_goes_on_to_the_bit(folder):
     """With the same Trainer; the command line says where the function lives."""
-    end_after = mmrl.Callback(on_iteration=lambda i, metrics: i == 1)
-    finals = []
-    for callbacks in ((), end_after):
-        trainer = mmrl.Trainer(
-            POLICY, TEXTS, redness, callbacks=callbacks, run=f"run-{bool(callbacks)}", **SMALL
-        )
-        run = trainer.train(progress=False)
-        if run.stopped:
-            with pytest.raises(mmrl.UserError, match="lives in the Python session"):
-                mmrl.train(run.folder, resume=True)
-            with pytest.raises(mmrl.UserError, match="already holds a run"):
-                trainer.train(progress=False)
-            run = run.resume(progress=False)
-        assert run.finished
-        finals.append(run.policy.model.weights.full())
-    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
+    stop = mmrl.Callback(on_iteration=lambda i, metrics: i == 1)
+    trainers = {
+        name: mmrl.Trainer(POLICY, TEXTS, redness, callbacks=callbacks, run=name, **SMALL)
+        for name, callbacks in {"whole": (), "stopped": stop}.items()
+    }
+    whole, stopped = (trainer.train(progress=False) for trainer in trainers.values())
+    assert whole.finished and stopped.stopped
+    said = message(mmrl.train, stopped.folder, resume=True)
+    assert "lives in the Python session" in said
+    assert "already holds a run" in message(trainers["stopped"].train, progress=False)
+    ended = stopped.resume(progress=False)
+    first, second = (run.policy.model.weights.full() for run in (whole, ended))
+    assert ended.finished and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_settings_come_from_the_policys_configuration(folder):
@@ -73,8 +73,6 @@ def test_settings_come_from_the_policys_configuration(folder):
 
 
 def test_objects_of_the_users_are_plug_ins(folder):
-    from mmrl.objectives.policy_gradient import PolicyGradient
-
     def centred(rewards, rollout):
         return (rewards.total() - rewards.total().mean())[:, None]
 
@@ -102,31 +100,26 @@ def test_a_policy_of_ones_own_is_trained_and_its_weights_load_into_it(folder):
     assert run.evaluate()["trained", "redness"].n == 2
     more = run.resume({"train.iterations": 3}, progress=False)
     assert more.finished and len(more.metrics) == 3
-    with pytest.raises(mmrl.UserError, match="'python:policy' lives in the Python session"):
-        _ = mmrl.load_run(run.folder).policy
+    said = message(lambda: mmrl.load_run(run.folder).policy)
+    assert "'python:policy' lives in the Python session" in said
 
 
 def test_a_mistake_is_found_before_a_model_is_built(subtests):
     for change, sentence in [
         ({"iterations": -1}, "iterations"),
-        ({"objective": "flow_gro"}, "flow_gro|unknown objective"),
+        ({"objective": "flow_gro"}, "flow_gro"),
         ({"reward": "clip_scor"}, "did you mean 'clip_score'"),
         ({"held_out": 2.0}, "share from 0"),
-        ({"prompts": "nowhere.csv"}, r"nowhere\.csv"),
-        ({"prompts": "a cat"}, "no such file or folder"),
+        ({"prompts": "nowhere.csv"}, "nowhere.csv"),
         ({"policy": "digits/flow_grop"}, "no configuration"),
         ({"overrides": {"trian.x": 1}}, "trian"),
-        ({"learning_rate": -1.0}, "lr|learning"),
+        ({"learning_rate": -1.0}, "lr"),
     ]:
         with subtests.test(change=change, sentence=sentence):
             options = {"policy": POLICY, "prompts": TEXTS, "reward": redness} | change
-            with pytest.raises(mmrl.UserError, match=sentence):
-                mmrl.Trainer(**options)
-
-
-def test_resume_needs_a_run():
-    with pytest.raises(mmrl.UserError, match="there is no run yet"):
-        mmrl.Trainer(POLICY, TEXTS, redness).train(resume=True)
+            assert sentence in message(mmrl.Trainer, **options)
+    said = message(mmrl.Trainer(POLICY, TEXTS, redness).train, resume=True)
+    assert "there is no run yet" in said
 
 
 def test_a_policy_that_writes_answers_questions(folder):
@@ -153,14 +146,10 @@ def test_a_policy_that_writes_answers_questions(folder):
 
 
 def test_check_reward_tries_a_function(folder):
-    from PIL import Image
-
     Image.new("RGB", (16, 16), "red").save("red.png")
     prompts = [{"text": "red", "image": "red.png"}, {"text": "rose", "image": "red.png"}]
     audits = mmrl.check_reward(redness, prompts, media="image")
     assert audits[0].reward == "redness" and "redness" in repr(audits)
     assert "<table>" in audits._repr_html_() and isinstance(audits.passed, bool)
-    with pytest.raises(mmrl.UserError, match="say what it judges"):
-        mmrl.check_reward(redness, prompts)
-    with pytest.raises(mmrl.UserError, match="give the prompts"):
-        mmrl.check_reward(redness)
+    assert "say what it judges" in message(mmrl.check_reward, redness, prompts)
+    assert "give the prompts" in message(mmrl.check_reward, redness)

@@ -1,14 +1,7 @@
 """What the tests of the Python API train: the smallest shipped Stable Diffusion 3, for seconds."""
 
-POLICY = {
-    "sd3": {
-        "path": "world:digits/sd3-test",
-        "size": 32,
-        "steps": 3,
-        "noise_window": "all_but_last",
-        "lora": 2,
-    }
-}
+SIZES = {"size": 32, "steps": 3, "noise_window": "all_but_last", "lora": 2}
+POLICY = {"sd3": {"path": "world:digits/sd3-test", **SIZES}}
 TEXTS = [f"a {colour} {digit}" for colour in ("red", "blue") for digit in ("one", "two", "six")]
 SETTINGS = {
     "policy": POLICY,
