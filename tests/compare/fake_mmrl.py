@@ -53,26 +53,16 @@ def evaluate(run):
     split = value("evaluate.split")
     prompts = [f"{split} {p}" for p in range(6)]
 
-    def scores(worth):
-        return [
-            # what a model is worth differs a little between prompts
-            [
-                worth * (0.99 + 0.02 * (p % 2)) + p + 0.01 * (p % 3) * fake["seed"] + 0.1 * c
-                for c in (0, 1)
-            ]
-            for p in range(6)
-        ]
+    def scores(worth):  # what a model is worth differs a little between prompts
+        means = [worth * (0.99 + 0.02 * (p % 2)) + 0.01 * (p % 3) * fake["seed"] for p in range(6)]
+        return [[mean + p + 0.1 * copy for copy in (0, 1)] for p, mean in enumerate(means)]
 
     models = []
     for model, worth in (("base", 0.0), ("trained", fake["worth"])):
         rewards = {"jpeg_compressibility": scores(worth), "sharpness": scores(-worth)}
         models.append({"model": model, "rewards": rewards, "diversity": [0.5] * 6})
-    content = {
-        "prompts": prompts,
-        "held_out": True,
-        "weights": {"jpeg_compressibility": 2.0},
-        "models": models,
-    }
+    content = {"prompts": prompts, "held_out": True, "models": models}
+    content["weights"] = {"jpeg_compressibility": 2.0}
     Path(words[words.index("--scores") + 1]).write_text(json.dumps(content))
 
 

@@ -8,14 +8,11 @@ import yaml
 from mmrl.apps.compare import runs
 from mmrl.core.registry import locate
 from tests.fixtures import warm
-from tests.fixtures.command import mmrl, refused
+from tests.fixtures.command import mmrl
 
 pytestmark = pytest.mark.slow
 CONFIG = {
-    "policy": {
-        "sd3": {"path": "world:digits/sd3-test", "size": 32, "steps": 3, "lora": 2}
-        | {"noise_window": "all_but_last"}
-    },
+    "policy": {"sd3": {"path": "world:digits/sd3-test", "size": 32, "steps": 3, "lora": 2}},
     "data": {"digits": {"captions": 40}},
     "reward": {"jpeg_compressibility": 1.0},
     "advantage": "dance_grpo",
@@ -53,22 +50,3 @@ def test_the_page_has_costs_pictures_and_a_verdict(desk):
     assert "diversity" in measures and "<img" in (folder / "compare.html").read_text()
     config = (folder / "a" / "seed-0" / "run" / "config.yaml").read_text()
     assert yaml.safe_load(config)["evaluate"]["split"] == "development"
-
-
-def test_best_of_is_better_by_its_reward(desk):
-    run = desk / "comparison" / "a" / "seed-0" / "run"
-    mmrl("evaluate", run, cwd=desk)
-    plain = json.loads((run / "evaluation.json").read_text())["rows"][1]["rewards"]
-    mmrl("evaluate", run, "--best-of", 4, "--by", "jpeg_incompressibility", cwd=desk)
-    report = json.loads((run / "evaluation.json").read_text())
-    best = report["rows"][1]["rewards"]
-    assert report["best_of"] == 4 and report["by"] == "jpeg_incompressibility"
-    name = "jpeg_incompressibility"
-    assert best[name]["mean"] > plain[name]["mean"]
-    made = mmrl(
-        *f"sample {run} -p a --num-samples 1 --best-of 2 --by contrast --out best".split(),
-        cwd=desk,
-    ).stdout.split()
-    assert len(made) == 1
-    assert "belong together" in refused("evaluate", run, "--best-of", 4, cwd=desk)
-    assert "unknown reward" in refused("evaluate", run, "--best-of", 4, "--by", "x", cwd=desk)

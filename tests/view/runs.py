@@ -41,26 +41,10 @@ def text_run(folder):
     with RunLog(folder, options=LogOptions(tensorboard=False)) as log:
         log.metrics(1, metrics(1))
     picture, _ = sheet(pictures(0)[:1])
-    answers = [
-        {
-            "text": text,
-            "tokens": 1,
-            "finished": True,
-            "status": {},
-            "boxes": [],
-            "rewards": {"exact": float(text == "3")},
-            "advantage": 0.0,
-        }
-        for text in ("3", HOSTILE)
-    ]
-    line = {
-        "iteration": 1,
-        "prompt": "how many?",
-        "right": "3",
-        "picture": data_uri(picture),
-        "size": [8, 8],
-        "boxes": [],
-        "answers": answers,
-    }
+    known = {"tokens": 1, "finished": True, "status": {}, "boxes": [], "advantage": 0.0}
+    answers = [known | {"text": "3", "rewards": {"exact": 1.0}}]
+    answers += [known | {"text": HOSTILE, "rewards": {"exact": 0.0}}]
+    line = {"iteration": 1, "prompt": "how many?", "right": "3", "answers": answers}
+    line |= {"picture": data_uri(picture), "size": [8, 8], "boxes": []}
     (folder / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
     return folder

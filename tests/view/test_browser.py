@@ -13,7 +13,7 @@ from mmrl.apps.view.pairs import Pairs
 from mmrl.apps.view.server import application
 from mmrl.monitoring.report.page import write_report
 from tests.fixtures.chromium import browser
-from tests.view.runs import HOSTILE, metrics, picture_run, text_run
+from tests.view.runs import metrics, picture_run, text_run
 
 NARROW, WIDE = 390, 1280
 # elements that stick out of the page, and are not in a box that scrolls
@@ -132,62 +132,27 @@ def test_the_gallery_shows_a_moment_at_a_time(tmp_path, opened):
         until(page, "document.querySelector('.gallery output').textContent === 'after'")
 
 
-def test_a_person_rates_by_keys(tmp_path, opened):
+def rated(count):
+    return f"document.getElementById('progress').textContent.startsWith('{count} rated')"
+
+
+def test_a_person_rates_by_touch_and_keys(tmp_path, opened):
     file = tmp_path / "ratings.jsonl"
     picture_run(tmp_path / "runs" / "a")
     text_run(tmp_path / "runs" / "b")
     with serving(tmp_path / "runs", rate=file) as address:
-        page = opened(f"{address}/rate")
+        page = opened(f"{address}/rate", NARROW)
         for count, key in enumerate("120", start=1):
             until(page, "!busy && number")
-            page.keyboard.press(key)
-            until(
-                page, f"document.getElementById('progress').textContent.startsWith('{count} rated')"
-            )
+            assert not page.evaluate(OUTSIDE)
+            page.locator(".side").first.tap() if key == "1" else page.keyboard.press(key)
+            until(page, rated(count))
         until(page, "!busy")
         page.keyboard.press("u")
-        until(page, "document.getElementById('progress').textContent.startsWith('2 rated')")
+        until(page, rated(2))
     records = [json.loads(line) for line in file.read_text().splitlines()]
     rewards = [[answer["reward"] for answer in record["answers"]] for record in records]
     assert rewards == [[1.0, 0.0], [0.0, 1.0]]
-
-
-def test_what_is_not_seen_is_not_rated(tmp_path, opened):
-    """A key that is pressed before both pictures are there rates nothing."""
-    file = tmp_path / "ratings.jsonl"
-    with serving(picture_run(tmp_path / "run"), rate=file) as address:
-        page = opened(f"{address}/rate")
-        until(page, "!busy && number")
-        waiting = []
-        page.route("**/rate/pairs/*/left", lambda route: waiting.append(route))
-        page.keyboard.press("s")
-        while not waiting:
-            page.wait_for_timeout(20)
-        page.keyboard.press("1")
-        waiting.pop().continue_()
-        until(page, "!busy && number")
-        assert not file.read_text()
-        page.keyboard.press("1")
-        until(page, "document.getElementById('progress').textContent.startsWith('1 rated')")
-
-
-def test_a_person_rates_by_touch(tmp_path, opened):
-    file = tmp_path / "ratings.jsonl"
-    with serving(text_run(tmp_path / "run"), rate=file) as address:
-        page = opened(f"{address}/rate", NARROW)
-        until(page, "!busy && number")
-        assert HOSTILE in [side.inner_text() for side in page.locator(".answer").all()]
-        assert not page.evaluate(OUTSIDE)
-        page.locator(".side").first.tap()
-        page.get_by_text("Every pair is rated").wait_for()
-    assert len(file.read_text().splitlines()) == 1
-
-
-def test_a_pair_of_pictures_has_no_picture_above(tmp_path, opened):
-    with serving(picture_run(tmp_path / "run"), rate=tmp_path / "r.jsonl") as address:
-        page = opened(f"{address}/rate")
-        until(page, "!busy && number && document.querySelectorAll('.side img.pixel').length === 2")
-        assert not page.locator("#question").is_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

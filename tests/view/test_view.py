@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import socket
-import threading
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from mmrl.apps.view import command
-from mmrl.apps.view.folders import Runs, Tail
+from mmrl.apps.view.folders import Runs
 from mmrl.apps.view.pairs import Pairs
 from mmrl.apps.view.server import application, is_safe_host
 from mmrl.cli.app import app
@@ -22,7 +21,7 @@ from mmrl.core.errors import UserError
 from mmrl.monitoring.log import RunLog
 from mmrl.zoo.stages.answers import of_file
 from rewards.heads.ratings import load_frames, read_ratings
-from tests.view.runs import HOSTILE, metrics, picture_run, text_run
+from tests.view.runs import HOSTILE, picture_run, text_run
 
 
 def client(*places, rate=None):
@@ -57,16 +56,6 @@ def test_a_run_is_followed_while_it_is_written(tmp_path):
     assert page.status_code == 200 and "curious" in page.text and "0.987" in page.text
 
 
-def test_what_a_resume_takes_back_is_gone(tmp_path):
-    tail = Tail(tmp_path / "x.jsonl")
-    assert tail.read() == []
-    (tmp_path / "x.jsonl").write_text('{"a": 1}\n[2]\nnot json\n{"a": 3}\n')
-    assert tail.read() == [{"a": 1}, {"a": 3}]
-    (tmp_path / "y").write_text('{"a": 1}\n')
-    (tmp_path / "y").replace(tmp_path / "x.jsonl")
-    assert tail.read() == [{"a": 1}] and tail.read() == [{"a": 1}]
-
-
 def test_texts_of_models_are_escaped_and_nothing_comes_from_elsewhere(tmp_path):
     picture_run(tmp_path / "a")
     text_run(tmp_path / "b")
@@ -83,18 +72,7 @@ def test_texts_of_models_are_escaped_and_nothing_comes_from_elsewhere(tmp_path):
     assert "onerror" in web.get("/runs/b").text  # as text
 
 
-def test_runs_are_listed_and_new_ones_appear(tmp_path):
-    picture_run(tmp_path / "runs" / "a")
-    picture_run(tmp_path / "runs" / "deep" / "seed-0" / "run", seed=1)
-    web = client(tmp_path / "runs")
-    page = web.get("/").text
-    assert "/runs/a" in page and "/runs/deep-seed-0-run" in page and "a-curious" not in page
-    assert 'class="line' not in page
-    picture_run(tmp_path / "runs" / "a curious name")
-    assert "/runs/a-curious-name" in web.get("/").text
-
-
-def test_galleries_over_time_and_answers(tmp_path):
+def test_runs_are_listed_with_galleries_over_time_and_answers(tmp_path):
     picture_run(tmp_path / "a")
     text_run(tmp_path / "b")
     web = client(tmp_path)
@@ -106,6 +84,10 @@ def test_galleries_over_time_and_answers(tmp_path):
     assert picture.headers["content-type"] == "image/png" and "immutable" in str(picture.headers)
     answers = web.get("/runs/b?answers=1").text
     assert "how many?" in answers and "data:image/png" in answers
+    picture_run(tmp_path / "deep" / "a curious name", seed=1)
+    page = web.get("/").text
+    assert all(place in page for place in ("/runs/a", "/runs/b", "/runs/deep-a-curious-name"))
+    assert 'class="line' not in page
 
 
 def test_films_are_played_and_rated(tmp_path):
@@ -139,34 +121,31 @@ def test_films_are_played_and_rated(tmp_path):
     assert load_frames(file).shape == (3, 3, 16, 32)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/runs/a/sheets/../../secret",
-        "/runs/a/sheets/..%2f..%2fsecret",
-        "/runs/a/sheets/%2e%2e%2fsecret",
-        "/runs/a/sheets/link",
-        "/runs/a/sheets/after/99",
-        "/runs/a/sheets/after/-1",
-        "/runs/nobody",
-        "/static/../server.py",
-        "/static/page.py",
-        "/rate",
-    ],
-)
-def test_nothing_outside_the_run_is_read(tmp_path, path):
-    picture_run(tmp_path / "runs" / "a")
+OUTSIDE = [
+    "/runs/a/sheets/../../secret",
+    "/runs/a/sheets/..%2f..%2fsecret",
+    "/runs/a/sheets/%2e%2e%2fsecret",
+    "/runs/a/sheets/link",
+    "/runs/a/sheets/after/99",
+    "/runs/a/sheets/after/-1",
+    "/runs/nobody",
+    "/static/../server.py",
+    "/static/page.py",
+    "/rate",
+]
+
+
+def test_nothing_outside_the_run_is_read_and_nothing_written(tmp_path):
+    run = picture_run(tmp_path / "runs" / "a")
     Image.new("RGB", (4, 4)).save(tmp_path / "secret.png")
-    (tmp_path / "runs" / "a" / "samples" / "link.png").symlink_to(tmp_path / "secret.png")
-    answer = client(tmp_path / "runs").get(path)
-    assert answer.status_code in (404, 422) and not answer.content.startswith(b"\x89PNG")
-
-
-def test_it_is_read_only(tmp_path):
-    run = picture_run(tmp_path / "run")
+    (run / "samples" / "link.png").symlink_to(tmp_path / "secret.png")
     before = snapshot(run)
-    web = client(run)
-    for path in ("/", "/runs/run", "/runs/run/sheets/after/0"):
+    web = client(tmp_path / "runs")
+    for path in OUTSIDE:
+        answer = web.get(path)
+        assert answer.status_code in (404, 422), path
+        assert not answer.content.startswith(b"\x89PNG"), path
+    for path in ("/", "/runs/a", "/runs/a/sheets/after/0"):
         assert web.get(path).status_code == 200
     for method in ("post", "put", "delete", "patch"):
         assert getattr(web, method)("/rate/undo").status_code == 405
@@ -286,54 +265,3 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
         taken.listen()
         with pytest.raises(UserError, match="in use.*--port"):
             command.view([run], None, "127.0.0.1", taken.getsockname()[1])
-
-
-def test_readers_and_a_writer_at_once(tmp_path):
-    run = tmp_path / "run"
-    stop = threading.Event()
-
-    def train():
-        with RunLog(run, options=LogOptions(tensorboard=False)) as log:
-            for i in range(1, 400):
-                log.metrics(i, metrics(i))
-                if stop.is_set():
-                    break
-
-    writer = threading.Thread(target=train)
-    run.mkdir()
-    (run / "config.yaml").write_text("{}")
-    web = client(run)
-    writer.start()
-    try:
-        answers = [web.get("/runs/run").status_code for _ in range(5)]
-    finally:
-        stop.set()
-        writer.join()
-    assert set(answers) == {200}
-    last = Runs([run]).find("run").read()
-    assert last.iterations() == list(range(1, len(last.metrics) + 1))
-
-
-def test_columns_are_those_of_the_report(tmp_path):
-    """Read in two pieces, with gaps, an iteration that comes again and a torn file, they are what
-    the whole file holds."""
-    from mmrl.monitoring.report.runs import read_run
-
-    folder = tmp_path / "run"
-    folder.mkdir()
-    path = folder / "metrics.jsonl"
-    lines = [{"iteration": 1, "a": 1}, {"iteration": 2, "b": None, "c": True}]
-    later = [{"iteration": 4, "b": 2.5}, {"iteration": 2, "a": 7}, {"x": 1}, {"iteration": 5}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run,) = Runs([tmp_path]).look()
-    run.read()
-    with path.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in later)
-    for _ in range(2):
-        known = run.read()
-        whole = read_run(folder)
-        assert known.metrics == whole.metrics and sorted(known.measured()) == sorted(
-            whole.measured()
-        )
-        for key in ("a", "b", "c", "iteration", "nothing"):
-            assert known.column(key) == whole.column(key), key
