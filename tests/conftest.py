@@ -13,10 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from mmrl.core import rounding
 
-# Imports and collection make millions of objects that stay: the collector would walk through all of
-# them again and again. They are set aside once they are there (pytest_collection_finish), until
-# Python takes itself apart: or libraries would complain of what was not. Not before: pytest walks
-# through what there is when it ends.
+# Imports and collection make millions of objects that stay. They are set aside once they are there
+# (pytest_collection_finish), or the garbage collector would walk through them again and again.
 gc.disable()
 atexit.register(gc.unfreeze)
 
@@ -41,8 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # fixed now: a test that changes HOME still finds it
 os.environ.setdefault("MMRL_CACHE", str(cache_dir()))
 torch.set_num_threads(int(os.environ.get("MMRL_TEST_THREADS", "1")))
-# A busy machine is slow at anything: no test may fail of that.
-maths.WORKERS.patience(120)  # math-verify's limit for one formula
+maths.WORKERS.patience(120)  # math-verify's limit for one formula, on a busy machine
 hypothesis.settings.register_profile(
     "mmrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -60,8 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    # pytest hangs its log handlers into every logger that does not propagate, six times a test;
-    # torch has eighty
+    # pytest adds its handlers to every logger that does not propagate, and torch has eighty of them
     for name, logger in logging.getLogger().manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True

@@ -11,7 +11,7 @@ from tests.gpu import DEVICE
 from tests.policies.diffusion.test_folder_families import trainer_of
 from tests.train.test_fitting import PROMPTS, make
 
-CASES = ["flux", "wan-two", "sd", "sdxl"]
+CASES = ["flux", "wan-two", "sd"]
 BACKENDS = ["auto", "sdpa", "xformers", "flash"]
 
 
@@ -55,28 +55,11 @@ def test_backends_agree_with_sdpa(case):
 
 
 @pytest.mark.gpu  # a compiler's minute; on a CPU in tests/policies/diffusion
-@pytest.mark.parametrize(
-    "options", [{"guidance_scale": 2.0}, {"lora": 2}], ids=["full guided", "lora"]
-)
+@pytest.mark.parametrize("options", [{"guidance_scale": 2.0}, {"lora": 2}], ids=str)
 def test_compiled_blocks_are_on_policy(options):
     torch._dynamo.reset()
     metrics = trainer_of(make("flux", compile=True, **options)).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
-
-
-@pytest.mark.gpu
-def test_paths_on_the_cpu_change_nothing():
-    runs = []
-    for offload in (False, True):
-        trainer = trainer_of(make("wan", offload_trajectory=offload, guidance_scale=2.0))
-        with torch.no_grad():
-            rollout = trainer.policy.rollout(PROMPTS, 2, Rng.of("same"))
-        assert rollout.latents.states.is_cuda != offload and rollout.sample.is_cuda
-        metrics = [trainer.iterate() for _ in range(2)]
-        assert metrics[0]["ratio/max_deviation"] == 0.0
-        runs.append(trainer.policy.weights.full())
-    for name, value in runs[0].items():
-        torch.testing.assert_close(runs[1][name], value, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.gpu
@@ -93,8 +76,5 @@ def test_a_pass_that_does_not_fit_is_halved():
 
     trainer.policy.velocity = velocity
     metrics = trainer.iterate()
-    assert (
-        trainer.policy.pass_sizes.max_micro_batch == 2
-        and trainer.policy.report.warnings
-        and metrics["ratio/max_deviation"] < 1e-4
-    )
+    assert trainer.policy.pass_sizes.max_micro_batch == 2 and trainer.policy.report.warnings
+    assert metrics["ratio/max_deviation"] < 1e-4

@@ -11,21 +11,21 @@ from tests.gpu import DEVICE
 pytestmark = pytest.mark.skipif(not xformers_runs(), reason="xformers' kernels do not run here")
 
 
+def assert_same(fused, expected, tensors):
+    """The same values, and the same gradients of a weighted sum."""
+    torch.testing.assert_close(fused, expected, atol=2e-2, rtol=2e-2)
+    weights = torch.randn_like(fused)
+    grads = (torch.autograd.grad((x * weights).sum(), tensors) for x in (fused, expected))
+    for first, second in zip(*grads, strict=True):
+        torch.testing.assert_close(first, second, atol=5e-2, rtol=5e-2)
+
+
 @pytest.mark.parametrize("lengths", [[64, 64], [16, 100, 16, 4, 100]])
 def test_xformers_packs_images_of_all_sizes(lengths):
     torch.manual_seed(0)
-    shape = (sum(lengths), 4, 32)
-    tensors = [
-        torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    ]
-    fused, expected = (attend(*tensors, lengths, 0.2) for attend in (by_xformers, by_length))
-    torch.testing.assert_close(fused, expected, atol=2e-2, rtol=2e-2)
-    weights = torch.randn_like(fused)
-    for first, second in zip(
-        *(torch.autograd.grad((x * weights).sum(), tensors) for x in (fused, expected)), strict=True
-    ):
-        torch.testing.assert_close(first, second, atol=5e-2, rtol=5e-2)
+    shape = {"device": DEVICE, "dtype": torch.bfloat16, "requires_grad": True}
+    tensors = [torch.randn(sum(lengths), 4, 32, **shape) for _ in range(3)]
+    assert_same(by_xformers(*tensors, lengths, 0.2), by_length(*tensors, lengths, 0.2), tensors)
 
 
 @pytest.mark.parametrize("which", ["prompts", "answers"])
@@ -41,14 +41,4 @@ def test_xformers_attends_inside_packed_rows_as_sdpa_does(which):
     keys = queries if which == "prompts" else queries + 100
     shape = {"device": DEVICE, "dtype": torch.bfloat16, "requires_grad": True}
     tensors = [torch.randn(4, size, 32, **shape) for size in (queries, keys, keys)]
-    by_xformers_kernel, expected = (layout.attend(*tensors, 0.2, None) for layout in layouts)
-    torch.testing.assert_close(by_xformers_kernel, expected, atol=2e-2, rtol=2e-2)
-    weights = torch.randn_like(by_xformers_kernel)
-    for first, second in zip(
-        *(
-            torch.autograd.grad((x * weights).sum(), tensors)
-            for x in (by_xformers_kernel, expected)
-        ),
-        strict=True,
-    ):
-        torch.testing.assert_close(first, second, atol=5e-2, rtol=5e-2)
+    assert_same(*(layout.attend(*tensors, 0.2, None) for layout in layouts), tensors)

@@ -4,13 +4,12 @@ import sys
 import warnings
 
 import numpy as np
-import pytest
 import torch
 
 from mmrl.apps.prepare import prompt_states
-from mmrl.core.errors import UserError
 from mmrl.experiment import build
 from tests.fixtures import tiny_vlms
+from tests.fixtures.mistakes import message
 
 CONFIG = """
 policy: {{vlm: {{path: "{path}", max_new_tokens: 4}}}}
@@ -57,16 +56,12 @@ def test_states_of_prompts_are_the_policys_own(tmp_path, monkeypatch):
     features = chosen.features(chosen.train.prompts)
     scaled = states / np.linalg.norm(states, axis=1, keepdims=True)
     np.testing.assert_allclose(features, scaled, atol=1e-6)
-    for wrong, why in {
-        "{pcl: {of: %s, value: network}}": "add prompt_value to train.stages",
-        "{depo: {of: %s, explore: entropy}}": "set policy.vlm.record_entropy to true",
-    }.items():
-        with pytest.raises(UserError, match=why):
-            build.read(run, ["data=" + wrong % inner])
-    wanted = "what the stage policy_drift measures; add policy_drift to train.stages"
-    with pytest.raises(UserError, match=wanted):
-        build.read(run, ["advantage={single_stream: {drift: kl}}"])
-    build.read(run, ["advantage={single_stream: {drift: kl}}", "train.stages=[policy_drift]"])
-    with pytest.raises(UserError, match="add demonstrations to train.stages"):
-        chosen_advantage = "advantage={pvpo: {learned: true, offline: true}}"
-        build.read(run, [chosen_advantage, "train.stages=[prompt_value]"])
+    drift, pvpo = "advantage={single_stream: {drift: kl}}", "advantage={pvpo: {learned: true, "
+    for words, why in [
+        ([f"data={{pcl: {{of: {inner}, value: network}}}}"], "add prompt_value to train.stages"),
+        ([f"data={{depo: {{of: {inner}, explore: entropy}}}}"], "set policy.vlm.record_entropy to"),
+        ([drift], "what the stage policy_drift measures; add policy_drift to train.stages"),
+        ([pvpo + "offline: true}}", "train.stages=[prompt_value]"], "add demonstrations to train."),
+    ]:
+        assert why in message(build.read, run, words)
+    build.read(run, [drift, "train.stages=[policy_drift]"])

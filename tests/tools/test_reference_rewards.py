@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from mmrl.apps.prepare import reference_rewards
-from mmrl.cli.app import app
 from mmrl.core.registry import locate
+from tests.fixtures.command import mmrl
 
 CONFIG = """
 policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, lora: 2}}
@@ -40,13 +40,9 @@ def test_a_reference_is_measured_and_trained_against(tmp_path, monkeypatch):
     assert {line["text"] for line in lines} < set(texts) and len(lines) >= 3
     assert all(len(line["reward"]) == 3 and max(line["reward"]) < 0 for line in lines)
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "reference.jsonl").read_bytes()
-    trained("run.yaml", "run=first")
-    trained("first", "--resume", "train.iterations=2")
+    mmrl("train", "run.yaml", "run=first", cwd=tmp_path)
+    mmrl("train", "first", "--resume", "train.iterations=2", cwd=tmp_path)
     metrics = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in metrics] == [1, 2]
     with pytest.raises(SystemExit, match="error: .*lr"):
         run(monkeypatch, *words, "--out", "x.jsonl", "train.lr=1")
-
-
-def trained(*words):
-    assert not app(["train", *words], standalone_mode=False)  # the exit status

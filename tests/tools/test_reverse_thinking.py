@@ -49,14 +49,3 @@ def test_rows_get_what_the_model_wrote_when_it_saw_the_answer(file, tmp_path, mo
     assert first["text"].startswith("question") and first["kind"] == "digit"
     assert first["images"] == [str((tmp_path / "a.png").resolve())] and "origin" not in first
     assert "The right answer is: " + first["answer"] in shown[0]["text"]
-
-
-def test_the_tiny_model_is_asked_and_cut_answers_are_left_out(file, tmp_path, monkeypatch, capsys):
-    target = tmp_path / "thoughts.jsonl"
-    monkeypatch.setattr(sys, "argv", ["x", str(file), "--out", str(target), "--limit", "2"])
-    reverse_thinking.main()
-    count = len(target.read_text().splitlines())
-    assert f"{count} of 2 rows have a thought" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["x", str(file), "--out", str(target), "--field", "gold"])
-    with pytest.raises(SystemExit, match="rows.jsonl:1: no 'gold' to think towards"):
-        reverse_thinking.main()
