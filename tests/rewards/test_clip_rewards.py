@@ -11,10 +11,9 @@ import torch
 from mmrl.core.errors import UserError
 from rewards import Aesthetic, ClipScore
 from rewards.base import clip as networks
-from rewards.base.media import resize_and_crop
+from rewards.base.truncation import Beginning
 from rewards.heads.aesthetic import load_head
 from tests.fixtures.tiny_rewards import (
-    LAION_HEAD,
     PREPROCESS,
     TEXTS,
     TINY,
@@ -33,14 +32,6 @@ def tiny_clip(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def tiny_head(tmp_path_factory) -> str:
     return save_head(tmp_path_factory.mktemp("head") / "head.pth", TINY["embed_dim"])
-
-
-@pytest.fixture
-def no_hub(monkeypatch):
-    """Fail at once instead of retrying for half a minute where there is no network."""
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
 # CLIP
@@ -77,22 +68,6 @@ def test_clip_score_is_what_open_clip_computes(tiny_clip, size):
     torch.testing.assert_close(tensor, 100 * expected, rtol=0, atol=0.2)
 
 
-def test_tensor_preprocessing_is_torchvisions(subtests):
-    for size in [(32, 32), (64, 64), (45, 80), (81, 33), (16, 24)]:
-        with subtests.test(size=size):
-            from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
-
-            media = 0.4 + 0.2 * pictures(2, *size)  # far from 0 and 1: no overshoot to clamp
-            for name, mode in (
-                ("bicubic", InterpolationMode.BICUBIC),
-                ("bilinear", InterpolationMode.BILINEAR),
-            ):
-                expected = Compose([Resize(32, mode), CenterCrop((32, 32))])(media)
-                torch.testing.assert_close(
-                    resize_and_crop(media, (32, 32), "shortest", name), expected
-                )
-
-
 @pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
 @pytest.mark.parametrize("target", [32, (24, 40)])
 def test_tensor_preprocessing_follows_the_models_own_configuration(tmp_path, mode, target):
@@ -109,80 +84,53 @@ def test_tensor_preprocessing_follows_the_models_own_configuration(tmp_path, mod
     assert (ours - theirs).abs().max() < 1.5 / 255 / 0.2
 
 
-def test_autocast_of_the_trainer_does_not_reach_the_model(tiny_clip):
-    score = ClipScore(tiny_clip, device="cpu")
-    media = pictures(5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        score.clip.texts.clear()
-        inside = score(media, asked())
-    torch.testing.assert_close(inside, score(media, asked()))
-
-
-@pytest.mark.parametrize(
-    "model, tag, quick", [("ViT-L-14", "openai", True), ("ViT-B-32", "laion2b_s34b_b79k", False)]
-)
-def test_openai_weights_get_the_activation_they_were_trained_with(
-    tmp_path, monkeypatch, model, tag, quick
-):
+def test_openai_weights_get_the_activation_they_were_trained_with(tiny_clip, monkeypatch):
     """open_clip 3 would load OpenAI's weights into a model with plain GELU and only warn."""
     import open_clip
 
     asked_for = {}
-    tiny = open_clip.create_model(f"local-dir:{save_tiny_clip(tmp_path / 'clip')}")
+    tiny = open_clip.create_model(f"local-dir:{tiny_clip}")
     monkeypatch.setattr(networks, "_shared", {})
     monkeypatch.setattr(networks, "check_repository", lambda _: None)  # as if the cache had it
     monkeypatch.setattr(
-        open_clip, "create_model", lambda *names, **options: asked_for.update(options) or tiny
+        open_clip, "create_model", lambda *_, **more: asked_for.update(more) or tiny
     )
-    networks.load_clip(model, tag, "cpu")
-    assert (
-        asked_for["force_quick_gelu"] is quick
-        and asked_for["weights_only"]
-        and asked_for["require_pretrained"]
-    )
+    for model, tag in (("ViT-L-14", "openai"), ("ViT-B-32", "laion2b_s34b_b79k")):
+        networks.load_clip(model, tag, "cpu")
+        assert asked_for["force_quick_gelu"] is (tag == "openai")
+        assert asked_for["weights_only"] and asked_for["require_pretrained"]
 
 
-@pytest.mark.parametrize(
-    "model, pretrained, says",
-    [
-        (
-            "ViT-L-14-quickglu",
-            "openai",
-            "unknown open_clip model .*; did you mean 'ViT-L-14-quickgelu'",
-        ),
-        ("ViT-L-14", "opneai", "has no weights 'opneai'; did you mean 'openai'"),
-        ("ViT-L-14", "openai", "`hf download timm/vit_large_patch14_clip_224.openai` where"),
-        (
-            "hf-hub:nobody/nothing",
-            "",
-            "'nobody/nothing' is not in the cache .*the path of a folder",
-        ),
-        ("/no/such/folder", "", "no such folder: /no/such/folder"),
-    ],
-)
-def test_a_missing_model_is_one_sentence_with_the_remedy(
-    no_hub, tmp_path, monkeypatch, model, pretrained, says
+def test_a_missing_or_damaged_model_is_one_sentence_with_the_remedy(
+    tmp_path, monkeypatch, subtests
 ):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=says):
-        ClipScore(model, pretrained)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "empty").mkdir()
+    torn, bare = (Path(save_tiny_clip(tmp_path / name)) for name in ("torn", "bare"))
+    (torn / "open_clip_model.safetensors").write_bytes(b"torn")
+    (bare / "open_clip_model.safetensors").unlink()
+    for model, pretrained, says in (
+        ("ViT-L-14-quickglu", "openai", "unknown .*; did you mean 'ViT-L-14-quickgelu'"),
+        ("ViT-L-14", "opneai", "has no weights 'opneai'; did you mean 'openai'"),
+        ("ViT-L-14", "openai", "`hf download timm/vit_large_patch14_clip_224.openai` where"),
+        ("hf-hub:nobody/nothing", "", "is not in the cache .*the path of a folder"),
+        ("/no/such/folder", "", "no such folder: /no/such/folder"),
+        (str(tmp_path / "empty"), "", "holds no open_clip_config.json"),
+        (str(torn), "", f"cannot load the open_clip model in {torn}"),
+        (str(bare), "", "could not be loaded"),
+    ):
+        with subtests.test(model=model), pytest.raises(UserError, match=says):
+            ClipScore(model, pretrained)
 
 
-def test_a_damaged_folder_says_so(tmp_path):
-    with pytest.raises(UserError, match="holds no open_clip_config.json"):
-        ClipScore(str(tmp_path))
-    folder = Path(save_tiny_clip(tmp_path / "clip"))
-    (folder / "open_clip_model.safetensors").write_bytes(b"torn")
-    with pytest.raises(UserError, match=f"cannot load the open_clip model in {folder}"):
-        ClipScore(str(folder))
-    (folder / "open_clip_model.safetensors").unlink()
-    with pytest.raises(UserError, match="could not be loaded"):
-        ClipScore(str(folder))
-
-
-def test_wrong_input_is_named(tiny_clip):
-    score = ClipScore(tiny_clip)
+def test_the_trainers_autocast_stays_outside_and_wrong_input_is_named(tiny_clip):
+    score = ClipScore(tiny_clip, device="cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = score(pictures(5), asked())
+    score.clip.texts.clear()
+    torch.testing.assert_close(inside, score(pictures(5), asked()))
     with pytest.raises(UserError, match='needs a "text" in every prompt'):
         score(pictures(1), [{"caption": "a"}])
     with pytest.raises(UserError, match=r"got torch.uint8 \[1, 3, 8, 8\]"):
@@ -191,32 +139,38 @@ def test_wrong_input_is_named(tiny_clip):
         ClipScore(tiny_clip, device="cdua")
 
 
+def test_the_first_prompts_that_are_cut_are_named_once(caplog):
+    asked = []
+
+    def lengths(texts):
+        asked.append(texts)
+        return [len(text.split()) for text in texts]
+
+    watch = Beginning("a reward", 3, lengths)
+    watch.look(["a", "b"])
+    assert not asked and not watch.told  # too short for three tokens, whatever they are
+    watch.look(["one two three", "one two three four", "one two three four"])
+    watch.look(["one two three four five"])
+    assert "a reward reads the first 3 tokens of a prompt: 2 of 3 are longer" in caplog.text
+    assert len(asked) == 1 and caplog.text.count("reads the first") == 1
+
+
+def test_clip_score_reads_77_tokens(tiny_clip, caplog):
+    reward = ClipScore(tiny_clip)
+    for words, cut in ((60, False), (400, True)):
+        reward(torch.rand(1, 3, 8, 8), [{"text": "red " * words}])
+        assert ("reads the first 77 tokens of a prompt: 1 of 1" in caplog.text) == cut
+
+
 # Aesthetic
 
 
-@pytest.mark.skipif(not LAION_HEAD.is_file(), reason="LAION's head is not on this machine")
-def test_the_published_head_is_the_affine_map_its_file_says():
-    """No activation between the layers: W5 (W4 (... + b1) ...) + b5, here multiplied out in
-    float64."""
-    raw = torch.load(LAION_HEAD, map_location="cpu", weights_only=True)
-    weight = torch.eye(768, dtype=torch.float64)
-    bias = torch.zeros(768, dtype=torch.float64)
-    for place in (0, 2, 4, 6, 7):
-        w, b = (raw[f"layers.{place}.{kind}"].double() for kind in ("weight", "bias"))
-        weight = w @ weight
-        bias = w @ bias + b
-    embeddings = torch.nn.functional.normalize(
-        torch.randn(64, 768, generator=torch.Generator().manual_seed(0)), dim=-1
-    )
-    head = Aesthetic(head=str(LAION_HEAD), clip=None).head
-    expected = (embeddings.double() @ weight.T + bias).squeeze(-1).float()
-    torch.testing.assert_close(head(embeddings), expected, rtol=1e-4, atol=1e-4)
-    a = embeddings[:32]
-    b = embeddings[32:]
-    torch.testing.assert_close(
-        head(a) + head(b) - head(a + b), head(torch.zeros(32, 768)), rtol=1e-4, atol=1e-4
-    )
-    assert head.layers[0].in_features == 768 and not head.training
+def test_the_head_is_an_affine_map(tiny_head):
+    """As published, no activation between the layers."""
+    head = load_head(tiny_head)
+    a, b = torch.randn(2, 32, TINY["embed_dim"], generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(head(a) + head(b) - head(a + b), head(torch.zeros_like(a)))
+    assert head(a).std() > 1e-3 and not head.training
 
 
 def test_aesthetic_is_the_head_on_unit_embeddings(tiny_clip, tiny_head, tmp_path):
@@ -231,34 +185,28 @@ def test_aesthetic_is_the_head_on_unit_embeddings(tiny_clip, tiny_head, tmp_path
     assert torch.equal(load_head(same)(embeddings), load_head(tiny_head)(embeddings))
 
 
-def test_a_wrong_head_is_one_sentence(tiny_clip, tiny_head, tmp_path):
-    with pytest.raises(UserError, match="download sac.*improved-aesthetic-predictor"):
-        Aesthetic(head=str(tmp_path / "none.pth"))
-    (tmp_path / "torn.pth").write_bytes(b"not a checkpoint")
-    with pytest.raises(UserError, match="cannot read .*torn.pth as tensors"):
-        load_head(str(tmp_path / "torn.pth"))
-    torch.save({"weight": torch.zeros(1, 768)}, tmp_path / "linear.pth")
-    with pytest.raises(UserError, match=r"not a LAION aesthetic head: it holds weight \[1, 768\]"):
-        load_head(str(tmp_path / "linear.pth"))
-    torch.save([torch.zeros(1)], tmp_path / "list.pth")
-    with pytest.raises(UserError, match="holds a list"):
-        load_head(str(tmp_path / "list.pth"))
-    tensors = torch.load(tiny_head, weights_only=True) | {"layers.2.weight": torch.zeros(100, 1024)}
-    torch.save(tensors, tmp_path / "narrow.pth")
-    with pytest.raises(UserError, match="widths 24-1024-128-64-16-1"):
-        load_head(str(tmp_path / "narrow.pth"))
-    with pytest.raises(UserError, match="have 24 numbers, the aesthetic head .* takes 768"):
-        Aesthetic(head=save_head(tmp_path / "wide.pth", 768), clip=tiny_clip)
-    with pytest.raises(UserError, match="can only score embeddings"):
-        Aesthetic(head=tiny_head, clip=None)(pictures(1), asked(1))
-
-
-def test_a_head_file_cannot_run_code(tmp_path):
+def test_a_wrong_head_is_one_sentence_and_runs_no_code(tiny_clip, tiny_head, tmp_path, subtests):
     class Evil:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "ran",))
 
-    torch.save({"layers.0.weight": Evil()}, tmp_path / "evil.pth")
-    with pytest.raises(UserError, match="cannot read"):
-        load_head(str(tmp_path / "evil.pth"))
+    tensors = torch.load(tiny_head, weights_only=True)
+    for content, says in (
+        (
+            {"weight": torch.zeros(1, 768)},
+            r"not a LAION aesthetic head: it holds weight \[1, 768\]",
+        ),
+        ([torch.zeros(1)], "holds a list"),
+        (tensors | {"layers.2.weight": torch.zeros(100, 1024)}, "widths 24-1024-128-64-16-1"),
+        ({"layers.0.weight": Evil()}, "cannot read .*head.pth as tensors"),
+    ):
+        torch.save(content, tmp_path / "head.pth")
+        with subtests.test(says=says), pytest.raises(UserError, match=says):
+            load_head(str(tmp_path / "head.pth"))
     assert not (tmp_path / "ran").exists()
+    with pytest.raises(UserError, match="download sac.*improved-aesthetic-predictor"):
+        Aesthetic(head=str(tmp_path / "none.pth"))
+    with pytest.raises(UserError, match="have 24 numbers, the aesthetic head .* takes 768"):
+        Aesthetic(head=save_head(tmp_path / "wide.pth", 768), clip=tiny_clip)
+    with pytest.raises(UserError, match="can only score embeddings"):
+        Aesthetic(head=tiny_head, clip=None)(pictures(1), asked(1))

@@ -7,19 +7,23 @@ import itertools
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
+from PIL import Image
 
 from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.core.types import Completion
-from mmrl.scoring import Handling, Scorer
+from mmrl.scoring import Scorer
 from rewards import (
+    Hierarchical,
     calibrated,
+    co_reward,
     confidence_weighted,
     ensemble,
     fall_back,
-    gate,
     hypervolume,
     majority_vote,
     noisy_appeals,
@@ -28,16 +32,16 @@ from rewards import (
 )
 from rewards.card import card, card_of
 from rewards.combined.appeals import lot
-from rewards.combined.by_task import ByTask
+from rewards.combined.compose import Bounded
 from rewards.combined.weights import covers
 from rewards.combined.weights import hypervolume as volume
+from tests.fixtures import warm
 from tests.rewards.test_compose import gives
 
 NAN = math.nan
 IMAGES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 VIDEOS = torch.rand(4, 2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
 TEXTS = ["a", "bb", "ccc", "dddd"]
-KINDS = [IMAGES, VIDEOS, TEXTS]
 
 
 def size(media, prompts):
@@ -68,39 +72,33 @@ def numbered(count):
 
 
 def test_products_and_the_best_are_their_formulas():
-    generator = torch.Generator().manual_seed(3)
-    each = torch.rand(3, 6, generator=generator)
+    each = torch.rand(3, 6, generator=torch.Generator().manual_seed(3))
     each[0, 2] = 0.0
     each[1, 4] = NAN
     parts = [gives(row.tolist()) for row in each]
-    media = torch.zeros(6, 3, 2, 2)
     for how in ("best", "product", "geometric"):
-        values = ensemble(parts, how=how)(media, [{}] * 6).tolist()
-        for row, value in enumerate(values):
-            column = [float(each[i, row]) for i in range(3)]
-            if any(math.isnan(x) for x in column):
-                assert math.isnan(value)
-                continue
-            product = column[0] * column[1] * column[2]
-            expected = {"best": max(column), "product": product, "geometric": product ** (1 / 3)}
-            assert value == pytest.approx(expected[how], abs=1e-6)
+        values = ensemble(parts, how=how)(torch.zeros(6, 3, 2, 2), [{}] * 6).tolist()
+        for a, b, c, value in zip(*each.tolist(), values, strict=True):
+            expected = {"best": max(a, b, c), "product": a * b * c}
+            expected["geometric"] = (a * b * c) ** (1 / 3)
+            right = NAN if math.isnan(b) else expected[how]
+            assert value == pytest.approx(right, abs=1e-6, nan_ok=True)
     with pytest.raises(UserError, match="needs parts of 0 and more"):
-        ensemble([gives([-1.0]), gives([1.0])], how="geometric")(media[:1], [{}])
+        ensemble([gives([-1.0]), gives([1.0])], how="geometric")(torch.zeros(1, 3, 2, 2), [{}])
 
 
 # falling back
 
 
-@pytest.mark.parametrize("media", KINDS, ids=["image", "video", "text"])
-def test_only_what_the_first_refuses_is_checked_again(media):
+def test_only_what_the_first_refuses_is_checked_again():
     first = lookup([1.0, 0.0, 0.0, NAN])
     second = lookup([0.0, 1.0, 0.0, 1.0])
     reward = fall_back(first, second)
-    assert reward(media, numbered(4)).tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert reward(VIDEOS, numbered(4)).tolist() == [1.0, 1.0, 0.0, 1.0]
     assert second.asked == [[1, 2, 3]]
     assert (reward.checked, reward.rescued) == (3, 2) and reward.rescue_rate == 2 / 3
     scorer = Scorer({"rescue": reward})
-    scorer(media, numbered(4))
+    scorer(TEXTS, numbered(4))
     assert scorer.counters() == {"rescue/checked": 6.0, "rescue/rescued": 4.0}
 
 
@@ -152,8 +150,7 @@ def test_appeals_measure_the_rate_of_false_negatives():
     )
 
 
-def test_appeals_do_not_depend_on_order_or_processes():
-    """The counts of two processes with half the rows each give every row what one process gives."""
+def test_appeals_do_not_depend_on_the_order():
     whole, _, _ = appeals(share=0.5)
     texts = [f"t{i}" for i in range(40)]
     prompts = numbered(40)
@@ -161,41 +158,14 @@ def test_appeals_do_not_depend_on_order_or_processes():
     assert 0 < len(whole.judge.asked[0]) < 20
     turned, _, _ = appeals(share=0.5)
     assert torch.equal(turned(texts[::-1], prompts[::-1]).flip(0), expected)
-    halves = [slice(0, 15), slice(15, 40), slice(40, 40)]
-    rows: list[list[int]] = []
-    for half in halves:
-        appeals(share=0.5)[0](texts[half], prompts[half], lambda own: rows.extend(own) or own)
-    for half in halves:
-        part, _, _ = appeals(share=0.5)
-        assert torch.equal(part(texts[half], prompts[half], lambda own: rows), expected[half])
-        part.remember()
-        whole_twin, _, _ = appeals(share=0.5)
-        whole_twin(texts, prompts)
-        whole_twin.remember()
-        assert part.state_dict() == whole_twin.state_dict()
+    assert lot(IMAGES[0], {}) != lot(IMAGES[1], {})
 
 
-def test_appeals_are_remembered_and_resumed():
-    reward, _, _ = appeals()
-    reward(["x"] * 40, numbered(40))
-    assert reward.false_negative() > 0 and reward.state_dict() == {"accepted": 0.0, "wronged": 0.0}
-    reward.remember()
-    later, _, _ = appeals()
-    later.load_state_dict(reward.state_dict())
-    one = reward(["x"] * 7, numbered(7))
-    assert torch.equal(one, later(["x"] * 7, numbered(7)))
-    fresh, _, _ = appeals()
-    assert not torch.equal(one, fresh(["x"] * 7, numbered(7)))
+def test_what_says_nothing_cannot_be_appealed():
     with pytest.raises(UserError, match="says nothing"):
         appeals(false_positive=0.6, false_negative=0.5)
     with pytest.raises(UserError, match="rewards of 0 and 1"):
         noisy_appeals(lookup([0.5]), lookup([1.0]))(["x"], numbered(1))
-
-
-def test_lots_are_drawn_evenly():
-    drawn = [lot(f"answer {i}", {"text": "q"}) for i in range(400)]
-    assert 0.4 < sum(drawn) / 400 < 0.6 and all(0 <= x < 1 for x in drawn)
-    assert lot(IMAGES[0], {}) != lot(IMAGES[1], {})
 
 
 # a baseline, an opposite, a confidence
@@ -220,52 +190,37 @@ def test_a_reward_is_measured_against_a_baseline(media, baseline):
     assert "baseline" in card_of(reward).needs and card_of(reward).high == 1
 
 
-def test_a_baseline_that_does_not_fit_is_refused():
-    with pytest.raises(UserError, match="'baseline'"):
-        calibrated(size)(TEXTS, [{"baseline": None}] * 4)
-    with pytest.raises(UserError, match=r"tensor \[F, 3, H, W\]"):
-        calibrated(size)(VIDEOS, [{"baseline": "a.png"}] * 4)
+def test_a_baseline_picture_is_brought_to_the_size_of_the_samples(tmp_path):
+    Image.new("RGB", (20, 10), (51, 51, 51)).save(tmp_path / "grey.png")
+    reward = calibrated(lambda media, prompts: media.mean((1, 2, 3)), sigmoid=False)
+    value = reward(IMAGES[:1], [{"baseline": tmp_path / "grey.png"}])
+    assert float(value) == pytest.approx(float(IMAGES[0].mean()) - 0.2, abs=1e-5)
+    for media, baseline, says in (
+        (TEXTS, None, "'baseline'"),
+        (VIDEOS, "a.png", r"tensor \[F, 3, H, W\]"),
+    ):
+        with pytest.raises(UserError, match=says):
+            calibrated(size)(media, [{"baseline": baseline}] * 4)
     with pytest.raises(UserError, match="single samples"):
         calibrated(majority_vote)
 
 
-def test_a_baseline_picture_is_brought_to_the_size_of_the_samples(tmp_path):
-    from PIL import Image
-
-    Image.new("RGB", (20, 10), (51, 51, 51)).save(tmp_path / "grey.png")
-    shapes = []
-
-    def bright(media, prompts):
-        shapes.append(tuple(media.shape))
-        return media.mean((1, 2, 3))
-
-    value = calibrated(bright, sigmoid=False)(IMAGES[:1], [{"baseline": tmp_path / "grey.png"}])
-    assert shapes == [(1, 3, 4, 4)] * 2
-    assert float(value) == pytest.approx(float(IMAGES[0].mean()) - 0.2, abs=1e-5)
-
-
-@pytest.mark.parametrize("media", KINDS, ids=["image", "video", "text"])
-def test_goals_are_contrasted(media):
+def test_goals_are_contrasted():
     prompts = [{"text": "a" * i, "negative": "b" * (6 - 2 * i)} for i in range(4)]
-    values = text_contrast(size, alpha=0.75, beta=0.25)(media, prompts).tolist()
-    plain = size(media, [{}] * 4).tolist()
-    for i, value in enumerate(values):
-        near = plain[i] + i / 10
-        far = plain[i] + (6 - 2 * i) / 10
-        assert value == pytest.approx(0.75 * near - 0.25 * far, abs=1e-6)
-    fixed = text_contrast(size, negative_text="bb")(media, prompts).tolist()
-    for i, value in enumerate(fixed):
-        assert value == pytest.approx(0.5 * (i / 10 - 0.2), abs=1e-6)
+    values = text_contrast(size, alpha=0.75, beta=0.25)(IMAGES, prompts).tolist()
+    fixed = text_contrast(size, negative_text="bb")(IMAGES, prompts).tolist()
+    for i, plain in enumerate(size(IMAGES, [{}] * 4).tolist()):
+        near, far = plain + i / 10, plain + (6 - 2 * i) / 10
+        assert values[i] == pytest.approx(0.75 * near - 0.25 * far, abs=1e-6)
+        assert fixed[i] == pytest.approx(0.5 * (i / 10 - 0.2), abs=1e-6)
     needing = card(needs="text other")(lambda media, prompts: size(media, prompts))
     assert card_of(text_contrast(needing)).needs == ("other", "text", "negative")
-    assert card_of(text_contrast(needing, positive="said", negative_text="x")).needs == (
-        "other",
-        "said",
-    )
+    renamed = card_of(text_contrast(needing, positive="said", negative_text="x"))
+    assert renamed.needs == ("other", "said")
     # options name the fields, so the class, which is looked at first, must not ask for any
     assert not card_of(text_contrast).needs and not card_of(calibrated).needs
     with pytest.raises(UserError, match="'negative'"):
-        text_contrast(size)(media, [{"text": "a"}] * 4)
+        text_contrast(size)(IMAGES, [{"text": "a"}] * 4)
 
 
 def test_confidence_weighs_and_is_cut_off():
@@ -315,12 +270,11 @@ def test_weights_follow_the_schedule_and_are_resumed():
 
 def counted_volume(points, reference, n=8):
     """The share of a grid of cells of width 1 / n that some point dominates."""
-    axes = len(reference)
     total = 0
-    for cell in itertools.product(range(n), repeat=axes):
+    for cell in itertools.product(range(n), repeat=len(reference)):
         corner = [r + (c + 1) / n for r, c in zip(reference, cell, strict=True)]
         total += any(all(p >= x - 1e-12 for p, x in zip(q, corner, strict=True)) for q in points)
-    return total / n**axes
+    return total / n ** len(reference)
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3, 4])
@@ -359,56 +313,35 @@ def test_a_larger_volume_pays_more():
     assert resumed.front == reward.front and covers((1.0, 1.0), (1.0, 0.5))
 
 
-def test_volumes_are_of_all_processes_and_missing_rewards_push_nothing():
-    values = [[0.5, 0.75, 0.25, 0.0], [0.25, 0.5, NAN, 1.0]]
-    whole = front(values)
-    expected = whole(IMAGES, [{}] * 4)
-    shares = [slice(0, 1), slice(1, 4), slice(4, 4)]
-    rows: list[list[float]] = []
-    parts = [front([row[part] for row in values]) for part in shares]
-    for part, reward in zip(shares, parts, strict=True):
-        reward(IMAGES[part], [{}] * len(IMAGES[part]), lambda own: rows.extend(own) or own)
-    for part, reward in zip(shares, parts, strict=True):
-        scores = reward(IMAGES[part], [{}] * len(IMAGES[part]), lambda own: rows)
-        torch.testing.assert_close(scores, expected[part], equal_nan=True)
-        assert reward.latest == pytest.approx(whole.latest)
+def test_missing_rewards_push_nothing():
     silent = front([[NAN, NAN], [1.0, 1.0]])
     assert silent(IMAGES[:2], [{}] * 2).isnan().all() and silent.factor() == 0.5
     silent.remember()
     assert silent.front == []
     with pytest.raises(UserError, match="one each, of at least two"):
-        front(values, weights=[1.0])
-
-
-def test_what_remembers_is_no_part_of_others_and_is_not_cached():
-    moving = scheduled([gives([1.0])], [0.0], [1.0], 4)
-    with pytest.raises(UserError, match="remembers earlier iterations"):
-        gate(moving, gives([1.0]), above=0.0)
-    with pytest.raises(UserError, match="leave its `cache` out"):
-        Scorer({"m": moving}, handling={"m": Handling(cache="memory")})
+        front([[0.5], [0.25]], weights=[1.0])
 
 
 def test_what_sees_a_whole_iteration_goes_through_the_scorer_and_its_state():
     """In parts of a rollout the values are those of the whole; the state survives a resume."""
 
     def build():
-        appealed, _, _ = appeals(share=1.0)
         return Scorer(
             {
-                "appeal": appealed,
+                "appeal": appeals(share=1.0)[0],
                 "volume": hypervolume([lookup([i / 40 for i in range(40)]), lookup([0.5] * 40)]),
                 "moving": scheduled([lookup([1.0] * 40)], [0.0], [1.0], iterations=2),
+                "twins": co_reward(),
             }
         )
 
-    texts = [f"t{i}" for i in range(40)]
-    whole = build()
-    expected = whole(texts, numbered(40))
-    parts = build()
+    prompts = [{"text": f"q{i // 4}", "twin": i // 8, "id": i} for i in range(40)]
+    texts = [str(i // 4 + (i % 4 == 3)) for i in range(40)]
+    whole, parts = build(), build()
+    expected = whole(texts, prompts)
     stream = parts.stream(40)
-    for start in (0, 16):
-        stop = 16 if start == 0 else 40
-        stream.put(texts[start:stop], numbered(40)[start:stop], list(range(start, stop)))
+    for part in (slice(0, 16), slice(16, 40)):
+        stream.put(texts[part], prompts[part], list(range(40))[part])
     values = stream.result()
     for name in expected:
         assert torch.equal(values[name], expected[name]), name
@@ -417,27 +350,124 @@ def test_what_sees_a_whole_iteration_goes_through_the_scorer_and_its_state():
     assert state["moving"] == {"iteration": 1} and len(state["volume"]["front"]) == 1
     resumed = build()
     resumed.load_state_dict(json.loads(json.dumps(state)))
-    later = [scorer(texts, numbered(40)) for scorer in (whole, resumed)]
+    later = [scorer(texts, prompts) for scorer in (whole, resumed)]
     for name in expected:
         assert torch.equal(later[0][name], later[1][name]), name
-    assert not torch.equal(later[1]["volume"], expected["volume"])
-    assert not torch.equal(later[1]["moving"], expected["moving"])
+    for name in ("volume", "moving"):
+        assert not torch.equal(later[1][name], expected[name])
 
 
-def test_a_mixture_says_and_counts_what_its_routes_do():
-    class Asked:
-        def __init__(self, cause: str):
-            self.cause = cause
+# two processes
 
-        def __call__(self, media, prompts):
-            return [float("nan")] * len(prompts)
 
-        def causes(self):
-            return self.cause
+PROGRAM = """
+import json, sys
+import torch
+from mmrl.scoring import Scorer
+from rewards import co_reward, hypervolume, noisy_appeals
 
-        def counters(self):
-            return {"requests": 2.0}
+rank, world, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if world > 1:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=world
+    )
 
-    mixed = ByTask({"a": Asked("down"), "b": Asked("down"), "c": Asked("")}, default=Asked("late"))
-    assert mixed.causes() == "down; late"
-    assert mixed.counters() == {f"{task}/requests": 2.0 for task in ("a", "b", "c", "default")}
+def field(name):
+    return lambda media, prompts: torch.tensor([float(prompt[name]) for prompt in prompts])
+
+scorer = Scorer({
+    "appeal": noisy_appeals(field("accepted"), field("right"), share=0.5),
+    "volume": hypervolume([field("right"), field("size")]),
+    "twins": co_reward(),
+})
+rows = [
+    {
+        "text": f"q{i // 4}", "twin": i // 8, "said": str(i // 4 + (i % 4 == 3)),
+        "right": i % 2, "accepted": i % 2 and i % 5 > 0, "size": i / 24,
+    }
+    for i in range(24)
+]
+lists = []
+for cut in (4, 0):
+    part = rows if world == 1 else rows[:cut] if rank == 0 else rows[cut:]
+    values = scorer([p["said"] for p in part], part)
+    scorer.remember()
+    lists.append({name: x.tolist() for name, x in values.items()})
+print(json.dumps({"values": lists, "state": scorer.state_dict()}))
+"""
+
+
+def test_two_processes_pay_what_one_pays(tmp_path):
+    """First each process has one half of a pair of twins, then one process has no row."""
+    ranks = ((0, 1), (0, 2), (1, 2))
+    words = [[rank, world, tmp_path / f"meeting{world}"] for rank, world in ranks]
+    processes = [warm.start(["-c", PROGRAM, *more]) for more in words]
+    for process in processes:
+        assert process.wait() == 0, process.stderr
+    whole, first, second = (json.loads(p.stdout.splitlines()[-1]) for p in processes)
+    assert first["state"] == second["state"]
+    for before, a, b in zip(whole["values"], first["values"], second["values"], strict=True):
+        for name, values in before.items():
+            assert a[name] + b[name] == pytest.approx(values, abs=1e-6), name
+    for name in ("appeal", "twins"):
+        assert first["state"][name] == whole["state"][name]
+    (point,) = first["state"]["volume"]["front"]
+    assert point == pytest.approx(whole["state"]["volume"]["front"][0], abs=1e-9)
+    assert whole["values"][0]["volume"] != whole["values"][1]["volume"]
+
+
+# steps and the whole
+
+
+load_built_in()
+STEPS = [
+    "load the table\n\nsum it up\n \n<answer>12</answer>",
+    "<step>load</step><step></step><step>plot the sum</step>",
+    "",
+    "\n\n",
+    "one long step",
+    "\n\n".join(f"step {i}" for i in range(40)),
+]
+QUESTIONS = [{"text": f"question {i}", "answer": 12} for i in range(len(STEPS))]
+
+
+@card(media="text")
+def words(texts, prompts):
+    return torch.tensor([len(text.split()) / 10 for text in texts])
+
+
+@card(media="text")
+def letters(texts, prompts):
+    return torch.tensor([len(text) / 100 for text in texts])
+
+
+def by_loop(text, share, how, context, most):
+    ends = [match.end() for match in re.finditer(r"\n\s*\n|</step>", text)]
+    pieces = [(a, text[a:b]) for a, b in zip([0, *ends], [*ends, len(text)])]
+    real = [(a, piece) for a, piece in pieces if piece.replace("</step>", "").strip()]
+    size = max(1, -(-len(real) // most))
+    scores = []
+    for i in range(0, len(real), size):
+        start, piece = real[min(i + size, len(real)) - 1]
+        scores.append(len(text[0 if context else real[i][0] : start + len(piece)].split()) / 10)
+    middle = min(scores, default=0.0) if how == "weakest" else sum(scores) / max(len(scores), 1)
+    return share * middle + (1 - share) * len(text) / 100
+
+
+@pytest.mark.parametrize("how", ["mean", "weakest"])
+@pytest.mark.parametrize("context", [False, True])
+def test_steps_and_whole_are_the_formula(how, context):
+    reward = Hierarchical(words, letters, 0.3, how=how, context=context, most=8)
+    values = reward(STEPS, QUESTIONS)
+    expected = [by_loop(text, 0.3, how, context, 8) for text in STEPS]
+    assert values.tolist() == pytest.approx(expected, abs=1e-6)
+    alone = [reward([text], [prompt]) for text, prompt in zip(STEPS, QUESTIONS)]
+    torch.testing.assert_close(torch.cat(alone), values)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    for part in (Bounded(REWARDS.build("jpeg_compressibility"), low=0), majority_vote):
+        with pytest.raises(UserError, match="rewards of texts|different media"):
+            Hierarchical(words, part)
+    with pytest.raises(UserError, match="not a regular expression"):
+        Hierarchical(words, split="(")

@@ -10,20 +10,16 @@ from unittest import mock
 
 import pytest
 import torch
-from PIL import Image
 
 from mmrl.core.errors import UserError
 from rewards.judges.checklist import Checklist
-from rewards.judges.listener import Listener
 from rewards.judges.local_vlm import LocalVlm, first_tokens, load
-from rewards.judges.pairwise import Pairwise
 from rewards.judges.points import Judge
 from rewards.judges.question import Question, Unreadable, answer_of, named_choice
-from rewards.judges.yes_no import YesNo
 from tests.fixtures import tiny_vlms
 from tests.fixtures.tiny_rewards import asked, pictures
 
-FAMILIES = ["qwen2_5_vl", "llava", "internvl", "smolvlm", "gemma3"]
+FAMILIES = ["qwen2_5_vl", "internvl", "gemma3"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -42,19 +38,9 @@ def encoded(vlm, question):
         {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p}
         for p in question.parts
     ]
-    options = {
-        "add_generation_prompt": True,
-        "tokenize": True,
-        "return_dict": True,
-        "return_tensors": "pt",
-    }
-    return vlm.processor.apply_chat_template([{"role": "user", "content": parts}], **options)
-
-
-def direct(vlm, question):
-    """Logits [vocabulary] of the next token by one plain forward pass."""
-    with torch.no_grad():
-        return vlm.model(**encoded(vlm, question)).logits[0, -1].float()
+    options = dict.fromkeys(("add_generation_prompt", "tokenize", "return_dict"), True)
+    talk = [{"role": "user", "content": parts}]
+    return vlm.processor.apply_chat_template(talk, return_tensors="pt", **options)
 
 
 def questions(count=4):
@@ -70,17 +56,14 @@ def test_probabilities_are_the_softmax_over_the_tokens_of_the_choices(vlm):
     asked_for = questions()
     answers = vlm.ask(asked_for)
     tok = vlm.processor.tokenizer
+    y, n = ([int(tok.convert_tokens_to_ids(letter)) for letter in p] for p in ("Yy", "Nn"))
     for question, chances in zip(asked_for, answers, strict=True):
-        logits = direct(vlm, question)
-        y, n = (
-            [int(tok.convert_tokens_to_ids(letter)) for letter in pair] for pair in ("Yy", "Nn")
-        )
+        with torch.no_grad():
+            logits = vlm.model(**encoded(vlm, question)).logits[0, -1].float()
         joint = logits[[*y, *n]].softmax(0)
         assert chances["Yes"] == pytest.approx(float(joint[:2].sum()), abs=1e-5)
         assert sum(chances.values()) == pytest.approx(1.0, abs=1e-6)
-    assert len({round(answer["Yes"], 6) for answer in answers}) == len(answers), (
-        "the picture or the text changes nothing"
-    )
+    assert len({round(answer["Yes"], 6) for answer in answers}) == len(answers)
 
 
 def test_answers_in_words_are_those_of_generate(qwen):
@@ -95,75 +78,41 @@ def test_answers_in_words_are_those_of_generate(qwen):
     assert qwen.ask([question, *questions(1), question])[::2] == [want, want]
 
 
-def test_an_answer_that_cannot_be_read_is_asked_for_anew_and_then_nan(qwen):
+def test_an_answer_that_cannot_be_read_is_asked_for_again_and_then_nan(qwen):
     before = qwen.usage.numbers()
-    values = Judge(qwen, tokens=4)(pictures(2), asked(2))
-    assert values.isnan().all()
+    assert Judge(qwen, tokens=4)(pictures(2), asked(2)).isnan().all()
     after = qwen.usage.numbers()
-    assert (
-        after["asked_again"] - before["asked_again"] == 2
-        and after["unreadable"] - before["unreadable"] == 2
-    )
-
-
-def test_every_reward_that_reads_probabilities_works_locally(qwen):
-    media = pictures(4)
-    prompts = asked(4)
-    state = torch.get_rng_state()
-    chances = YesNo(qwen)(media, prompts)
-    assert chances.isfinite().all() and chances.min() > 0 and chances.max() < 1
-    parts = torch.cat([YesNo(qwen)(media[i : i + 1], prompts[i : i + 1]) for i in range(4)])
-    torch.testing.assert_close(parts, chances, atol=1e-5, rtol=0)
-    rates = Pairwise(qwen)(media, [prompts[0]] * 4)
-    assert rates.isfinite().all() and float(rates.mean()) == pytest.approx(0.5, abs=1e-6)
-    turned = Pairwise(qwen)(media.flip(0), [prompts[0]] * 4).flip(0)
-    torch.testing.assert_close(turned, rates, atol=1e-5, rtol=0)
-    rows = [
-        {
-            "text": "which?",
-            "answer": "B",
-            "choices": ["A", "B", "C"],
-            "image": Image.new("RGB", (56, 56)),
-        }
-    ] * 2
-    heard = Listener(qwen)(["<think>it is small</think>B", "<think>it is large</think>A"], rows)
-    assert heard.isfinite().all() and heard[0] != heard[1]
-    assert torch.equal(torch.get_rng_state(), state)
+    for name in ("asked_again", "unreadable"):
+        assert after[name] - before[name] == 2
 
 
 def test_two_judges_of_one_model_side_by_side_say_what_they_say_alone(qwen):
     """The model remembers the positions of the pictures it saw last: only one may use it at a
     time."""
-    second_judge = LocalVlm(str(tiny_vlms.folder("qwen2_5_vl")), device="cpu", batch_size=3)
-    inside = [0]
-    most = [0]
+    path = str(tiny_vlms.folder("qwen2_5_vl"))
+    other = LocalVlm(path, device="cpu", batch_size=3)
+    assert other.model is qwen.model is load(path, "float32", "cpu")[0]
+    inside, most = [], []
     generate = qwen.model.generate
 
     def counted(*arguments, **options):
-        inside[0] += 1
-        most[0] = max(most[0], inside[0])
+        inside.append(1)
+        most.append(len(inside))
         time.sleep(0.02)
         try:
             return generate(*arguments, **options)
         finally:
-            inside[0] -= 1
+            inside.pop()
 
-    first = questions()
-    second = [replace(q, parts=(*q.parts[::-1], "And now?")) for q in questions()]
-    alone = qwen.ask(first), second_judge.ask(second)
-    with mock.patch.object(qwen.model, "generate", counted), ThreadPoolExecutor(2) as pool:
-        jobs = [
-            pool.submit(judge.ask, batch)
-            for judge, batch in ((qwen, first), (second_judge, second))
-            for _ in range(2)
-        ]
-        assert [job.result() for job in jobs] == [alone[0], alone[0], alone[1], alone[1]]
-    assert most == [1]
+    pairs = [(qwen, questions()), (other, [replace(q, parts=q.parts[::-1]) for q in questions()])]
+    alone = [judge.ask(batch) for judge, batch in pairs]
+    with mock.patch.object(qwen.model, "generate", counted), ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(judge.ask, batch) for judge, batch in pairs * 2]
+        assert [job.result() for job in jobs] == alone * 2
+    assert max(most) == 1
 
 
-def test_rewards_share_one_copy_and_mistakes_are_named(tmp_path, qwen):
-    path = str(tiny_vlms.folder("qwen2_5_vl"))
-    assert LocalVlm(path, device="cpu").model is qwen.model is load(path, "float32", "cpu")[0]
+def test_mistakes_are_named(tmp_path, qwen):
     with pytest.raises(UserError, match="cannot load the judge"):
         LocalVlm(str(tmp_path))
     with pytest.raises(UserError, match="cannot tell 'seven' and 'six' apart by their first token"):

@@ -1,145 +1,116 @@
-"""Rewards: the contract every registered one keeps, JPEG sizes, and rewards of the user's own."""
+"""Rewards: the contract every registered one keeps, JPEG sizes, rewards of the user's own, and what
+cards declare."""
 
 from __future__ import annotations
 
-import subprocess
+import re
 import sys
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 import rewards
 from mmrl.apps.serve.server import load
+from mmrl.cli.app import app
+from mmrl.cli.reward_table import BEGIN, END, renewed, short
 from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
+from mmrl.experiment import build
 from rewards import jpeg_compressibility, jpeg_incompressibility
-from rewards.card import card_of
+from rewards.card import Card, card_of
+from rewards.images.digit_reader import Reader
 from tests.fixtures.reward_servers import eighth, serving
 from tests.fixtures.tiny_image_rewards import TINY_OPTIONS
 from tests.fixtures.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip
 from tests.fixtures.tiny_sounds import save_clap, save_pe_av, sounding
 
 load_built_in()
+COMBINED = ("by_task", "calibrate", "compose", "appeals", "weights")  # as their parts do
 OTHERS_NAN = (
-    "rewards.combined.by_task",
-    "rewards.combined.calibrate",
-    "rewards.combined.compose",
+    *(f"rewards.combined.{name}" for name in COMBINED),
     "rewards.images.digits",
     "rewards.servers.remote",
-    "rewards.combined.appeals",
-    "rewards.combined.weights",
-)  # like their parts; they have their own tests
-DOC = Path(__file__).parents[2] / "docs/rewards.md"
-
-
-@pytest.fixture(scope="session")
-def tiny_clip(tmp_path_factory) -> str:
-    return save_tiny_clip(tmp_path_factory.mktemp("clip") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def tiny_head(tmp_path_factory) -> str:
-    return save_head(tmp_path_factory.mktemp("head") / "head.pth", TINY["embed_dim"])
-
-
-@pytest.fixture(scope="session")
-def tiny_reader(tmp_path_factory) -> str:
-    """A reader of digits with random weights."""
-    from rewards.images.digit_reader import Reader
-
-    places = {"left": [0, 0, 16, 32], "right": [16, 0, 32, 32]}
-    names = {
-        "digits": list(range(10)),
-        "colors": ["red", "blue", "green"],
-        "sizes": ["small", "large"],
-    }
-    folder = tmp_path_factory.mktemp("reader")
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        Reader(
-            {"image_size": 32, "channels": [8, 8, 8], "kernel": 3, "pool": False, "places": places}
-            | names
-        ).save(folder)
-    return str(folder)
+)
+CPU = {"device": "cpu"}
+ROOT = Path(__file__).resolve().parents[2]
+DOC = ROOT / "docs/rewards.md"
 
 
 # The contract, for whatever is registered
 
 
-@pytest.fixture(scope="module")
-def reward_server():
-    """The address of a server of one reward."""
-    with serving({"jpeg_incompressibility": jpeg_incompressibility}) as address:
-        yield address
+def save_reader(folder: Path) -> str:
+    """A reader of digits with random weights."""
+    config = {"image_size": 32, "channels": [8, 8, 8], "kernel": 3, "pool": False}
+    config |= {"digits": list(range(10)), "colors": ["red", "blue", "green"]}
+    config |= {"places": {"left": [0, 0, 16, 32], "right": [16, 0, 32, 32]}}
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        Reader(config | {"sizes": ["small", "large"]}).save(folder)
+    return str(folder)
+
+
+def save_aesthetic(folder: Path) -> dict:
+    head = save_head(folder / "head.pth", TINY["embed_dim"])
+    return {"head": head, "clip": save_tiny_clip(folder / "clip"), **CPU}
+
+
+def accepted(media, prompts):
+    return (jpeg_incompressibility(media, prompts) > 0.9).float()
+
+
+BOTH = [jpeg_incompressibility, jpeg_compressibility]
+MODELS = TINY_OPTIONS | {
+    "clip_score": lambda tmp: {"model": save_tiny_clip(tmp), **CPU},
+    "aesthetic": save_aesthetic,
+    "digits": lambda tmp: {"path": save_reader(tmp)},
+    "digits_judge": lambda tmp: {"path": save_reader(tmp)},
+    "clap": lambda tmp: {"model": save_clap(tmp), **CPU},
+    "pe_av": lambda tmp: {"model": save_pe_av(tmp), **CPU},
+}
+OPTIONS = {
+    "gate": {"main": BOTH[0], "extra": BOTH[1], "above": 1.0},
+    "by_task": {"routes": {"draw": BOTH[0]}, "default": BOTH[1]},
+    "ensemble": {"of": BOTH, "how": "mean"},
+    "constrain": {"main": BOTH[0], "judges": BOTH[1:], "at_least": -1.0},
+    "fall_back": {"first": BOTH[1], "second": BOTH[0]},
+    "scheduled": {"of": BOTH, "start": [1.0, 0.0], "end": [0.0, 1.0], "iterations": 2},
+    "calibrated": {"of": BOTH[0]},
+    "text_contrast": {"of": BOTH[0], "negative_text": "noise"},
+    "confidence_weighted": {"of": accepted, "confidence": BOTH[0], "scale": "raw"},
+    "bounded": {"of": BOTH[0], "high": 1.0},
+    "noisy": {"of": accepted},
+}
 
 
 def of_pictures(name: str) -> bool:
-    """Texts are in test_verifiable.py, judges, which take anything, in test_judge.py, groups in
-    test_compose.py."""
+    """Texts are in test_verifiable.py, judges in test_judge.py, groups in test_compose.py."""
     card = card_of(REWARDS[name])
     return card.media != ("text",) and card.of == "sample" and not name.startswith("judge")
 
 
 @pytest.fixture(scope="module", params=[name for name in sorted(REWARDS) if of_pictures(name)])
-def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_factory):
-    """Every registered reward of images (texts: test_verifiable.py); those that need a model
-    get a small one."""
-    small = {
-        "clip_score": {"model": tiny_clip, "device": "cpu"},
-        "aesthetic": {"head": tiny_head, "clip": tiny_clip, "device": "cpu"},
-        "digits": {"path": tiny_reader},
-        "digits_judge": {"path": tiny_reader},
-        "remote": {"url": reward_server, "batch_size": 2},
-        "gate": {"main": jpeg_incompressibility, "extra": jpeg_compressibility, "above": 1.0},
-        "by_task": {"routes": {"draw": jpeg_incompressibility}, "default": jpeg_compressibility},
-        "ensemble": {"of": [jpeg_incompressibility, jpeg_compressibility], "how": "mean"},
-        "constrain": {
-            "main": jpeg_incompressibility,
-            "judges": [jpeg_compressibility],
-            "at_least": -1.0,
-        },
-        "fall_back": {"first": jpeg_compressibility, "second": jpeg_incompressibility},
-        "scheduled": {
-            "of": [jpeg_incompressibility, jpeg_compressibility],
-            "start": [1.0, 0.0],
-            "end": [0.0, 1.0],
-            "iterations": 2,
-        },
-        "calibrated": {"of": jpeg_incompressibility},
-        "text_contrast": {"of": jpeg_incompressibility, "negative_text": "noise"},
-        "confidence_weighted": {
-            "of": lambda media, prompts: (jpeg_incompressibility(media, prompts) > 0.9).float(),
-            "confidence": jpeg_incompressibility,
-            "scale": "raw",
-        },
-        "bounded": {"of": jpeg_incompressibility, "high": 1.0},
-        "noisy": {
-            "of": lambda media, prompts: (jpeg_incompressibility(media, prompts) > 0.9).float()
-        },
-    }
-    import huggingface_hub.constants
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+def reward(request, tmp_path_factory):
+    """Every registered reward of pictures; those that need a model get a small one."""
+    name = request.param
+    options = OPTIONS.get(name, {})
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        if name in MODELS:
+            options = MODELS[name](tmp_path_factory.mktemp(name))
+        if name == "remote":
+            address = stack.enter_context(serving({"jpeg": jpeg_incompressibility}))
+            options = {"url": address, "batch_size": 2}
         try:
-            if request.param == "clap":
-                folder = tmp_path_factory.mktemp("clap")
-                small["clap"] = {"model": save_clap(folder), "device": "cpu"}
-            if request.param == "pe_av":
-                pytest.importorskip("timm")
-                folder = tmp_path_factory.mktemp("pe_av")
-                small["pe_av"] = {"model": save_pe_av(folder), "device": "cpu"}
-            if request.param in TINY_OPTIONS:
-                small[request.param] = TINY_OPTIONS[request.param](
-                    tmp_path_factory.mktemp(request.param)
-                )
-            return REWARDS.build(request.param, **small.get(request.param, {}))
+            yield REWARDS.build(name, **options)
         except UserError as error:  # any other exception fails: a user would see a traceback
-            pytest.skip(f"{request.param} cannot be built here: {error}")
+            pytest.skip(f"{name} cannot be built here: {error}")
 
 
 def media_for(reward) -> torch.Tensor:
@@ -175,9 +146,7 @@ def test_a_reward_keeps_its_contract(reward):
         reward(["an answer"] * 2, asked(2))
     if {"image", "video"} <= set(card_of(reward).media):
         assert_videos_are_means_of_frames(reward, values)
-    if {"image", "video"} & set(card_of(reward).media) and (
-        type(reward).__module__ not in OTHERS_NAN
-    ):
+    if type(reward).__module__ not in OTHERS_NAN:
         assert_broken_samples_spoil_no_other(reward, values)
 
 
@@ -224,9 +193,7 @@ def test_jpeg_grows_with_noise_and_quality_and_rounds_like_published():
     sizes = jpeg_incompressibility(media, asked(4))
     assert (sizes.diff() > 0).all()
     assert (jpeg_incompressibility(media, asked(4), quality=30) < sizes).all()
-    eighth = (media * 255).round() / 255
-    assert torch.equal(jpeg_incompressibility(eighth, asked(4)), sizes)
-    assert torch.equal(jpeg_incompressibility(eighth + 0.4 / 255, asked(4)), sizes)
+    assert torch.equal(jpeg_incompressibility(eighth(media) + 0.4 / 255, asked(4)), sizes)
     with pytest.raises(UserError, match="quality is 1 to 100, got 0"):
         jpeg_incompressibility(media, asked(4), quality=0)
 
@@ -261,53 +228,42 @@ def test_rewards_of_the_user_are_found_by_file_and_by_module(tmp_path, monkeypat
     assert constant(media, asked(3)).tolist() == [0.25] * 3
 
 
-@pytest.mark.parametrize(
-    "name, says",
-    [
+def test_a_reward_that_cannot_be_found_says_where_one_looked(subtests):
+    for name, says in (
         ("no_such_module_xyz:f", "cannot import reward 'no_such_module_xyz:f'"),
         ("no_such_file_xyz.py:f", "no such file: no_such_file_xyz.py; relative paths start"),
         ("rewards.images.jpeg:jpeg_compresibility", "did you mean 'jpeg_compressibility'"),
         ("clip_scor", "did you mean 'clip_score'"),
-    ],
-)
-def test_a_reward_that_cannot_be_found_says_where_one_looked(name, says):
-    with pytest.raises(UserError, match=says):
-        REWARDS.find(name)
+    ):
+        with subtests.test(name=name), pytest.raises(UserError, match=says):
+            REWARDS.find(name)
 
 
-def test_the_example_of_the_documentation_works(tmp_path):
-    blocks = DOC.read_text().split("```python\n")[1:]
-    source = next(b.split("```")[0] for b in blocks if "def " in b)
-    assert len(source.strip().splitlines()) <= 20
-    (tmp_path / "my_reward.py").write_text(source)
-    reward = REWARDS.build(f"{tmp_path}/my_reward.py:colourfulness", scale=2.0)
-    grey = torch.full((1, 3, 8, 8), 0.5)
-    mixed = pictures(1, 8, 8)
-    values = reward(torch.cat([grey, mixed]), asked(2))
-    assert values.shape == (2,) and values[0] == 0 and values[1] > 0
-    video = torch.cat([grey, mixed])[:, None].expand(-1, 4, -1, -1, -1)
-    torch.testing.assert_close(reward(video, asked(2)), values)
-
-
-def test_the_example_of_serving_works_and_gives_the_same_numbers(tmp_path, monkeypatch):
-    """The three blocks of "Serve yours from another environment", with the reward of "Your own"."""
+def test_the_examples_of_the_documentation_give_the_same_numbers_here_and_served(
+    tmp_path, monkeypatch
+):
+    """The reward of "Your own", and the blocks of "Serve yours from another environment"."""
     text = DOC.read_text()
-    python_code = next(b.split("```")[0] for b in text.split("```python\n")[1:] if "def " in b)
+    source = next(b.split("```")[0] for b in text.split("```python\n")[1:] if "def " in b)
     section = text.partition("## Serve yours from another environment")[2].partition("\n## ")[0]
     server_text = section.split("```text\n")[1].split("```")[0]
     client_yaml = section.split("```yaml\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "my_reward.py").write_text(python_code)
+    (tmp_path / "my_reward.py").write_text(source)
     (tmp_path / "rewards.yaml").write_text(server_text)
+    near = REWARDS.build(f"{tmp_path}/my_reward.py:colourfulness", scale=2.0)
+    media = eighth(torch.cat([torch.full((1, 3, 32, 32), 0.5), pictures(3)]))
+    values = near(media, asked(4))
+    assert values[0] == 0 and (values[1:] > 0).all()
+    video = media[:, None].expand(-1, 4, -1, -1, -1)
+    torch.testing.assert_close(near(video, asked(4)), values)
     served, options = load(tmp_path / "rewards.yaml")
     assert options.port == 8123 and "mmrl serve-reward rewards.yaml" in section
     with serving({name: weighted.reward for name, weighted in served.items()}) as address:
         spec = yaml.safe_load(client_yaml.replace("http://127.0.0.1:8123", address))["reward"]
-        media = eighth(pictures(3))
-        far = build_rewards(spec)["colourful"].reward(media, asked(3))
-    near = REWARDS.build(f"{tmp_path}/my_reward.py:colourfulness", scale=2.0)
-    assert torch.equal(far, near(media, asked(3)))
+        far = build_rewards(spec)["colourful"].reward(media, asked(4))
+    assert torch.equal(far, values)
     sys.modules.pop("my_reward", None)
 
 
@@ -316,25 +272,116 @@ def test_every_registered_reward_is_documented():
     assert [name for name in REWARDS if f"`{name}`" not in text] == []
 
 
-def test_importing_the_rewards_loads_no_model_library_and_names_are_callables():
-    """In a fresh interpreter, where no other test has imported their modules."""
-    heavy = [
-        "open_clip",
-        "diffusers",
-        "transformers",
-        "timm",
-        "peft",
-        "sklearn",
-        "PIL",
-        "mmrl.train.trainer",
-    ]
-    code = (
-        f"import rewards, sys; print([m for m in {heavy} if m in sys.modules]); "
-        "from rewards import clip_score, jpeg_compressibility, remote; "
-        "print(clip_score.__name__, remote.__name__)"
+# cards: what rewards declare
+
+
+OWN = sorted(name for name, entry in REWARDS.items() if entry.__module__.startswith("rewards."))
+
+
+def test_a_reward_has_a_card_and_can_be_imported_by_its_name(subtests):
+    for name in OWN:
+        with subtests.test(name=name):
+            entry = REWARDS[name]
+            assert isinstance(getattr(entry, "card", None), Card), "declare it with @card"
+            shown = card_of(entry)
+            assert shown.media and set(shown.media) <= {"image", "video", "text"}
+            assert shown.of in ("sample", "group", "step", "batch")
+            assert shown.low is None or shown.high is None or shown.low < shown.high
+            assert getattr(rewards, name) is getattr(rewards, entry.__name__) is entry
+
+
+def test_the_package_names_every_module_that_registers_something():
+    files = (ROOT / "rewards").rglob("*.py")
+    found = {
+        ".".join(file.relative_to(ROOT / "rewards").with_suffix("").parts)
+        for file in files
+        if re.search(r"^@[A-Z]+\.register\(", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert found == set(rewards.MODULES)
+
+
+def test_the_table_in_the_documentation_is_up_to_date_and_the_command_prints_it():
+    page = (ROOT / "docs/rewards.md").read_text()
+    assert page == renewed(page, short()), "run python scripts/dev/reward_table.py"
+    assert page.count(BEGIN) == page.count(END) == 1
+    shown = CliRunner().invoke(app, ["list", "rewards", "--markdown"]).output
+    assert shown.startswith("| name | what it says |")
+    assert all(f"\n| `{name}` |" in shown for name in OWN)
+
+
+NEEDY = '''
+import torch
+from mmrl.core.registry import DATA, POLICIES
+from mmrl.policies.capabilities import Capabilities
+from rewards.card import card
+
+@card(media="text", needs="answer")
+def exact(media, prompts):
+    return torch.zeros(len(prompts))
+
+@card(needs="boxes")
+class Boxes:
+    """Needs more when it is strict."""
+    def __init__(self, lazy: bool = False):
+        raise AssertionError("built although the data lacks what it needs")
+    def __call__(self, media, prompts):
+        return []
+
+@POLICIES.register("must_not_be_built")
+class Never:
+    capabilities = Capabilities("categorical", makes="text")
+    rollout = decode = None
+    def __init__(self):
+        raise AssertionError("the model was loaded before the data was looked at")
+'''
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A function that writes a configuration beside ``mine.py`` and two kinds of data."""
+    (tmp_path / "needy.py").write_text(NEEDY)
+    (tmp_path / "plain.jsonl").write_text(
+        '{"text": "a"}\n{"text": "b", "answer": 3}\n{"text": "c"}\n'
     )
-    root = Path(rewards.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(**sections):
+        whole = yaml.safe_load((ROOT / "configs/digits/flow_grpo.yaml").read_text()) | sections
+        (tmp_path / "run.yaml").write_text(
+            yaml.safe_dump(whole).replace(": 0.0001\n", ": 1.0e-4\n")
+        )
+        return tmp_path / "run.yaml"
+
+    yield write
+    build.POLICIES.pop("must_not_be_built", None)
+    sys.modules.pop("needy", None)
+
+
+def test_what_does_not_fit_is_refused_before_a_model_is_loaded(written):
+    plain = {"prompts": {"path": "plain.jsonl", "held_out": 0.0}}
+    exact = {"needy.py:exact": 1.0}
+    for sections, says in (
+        (
+            {"reward": {"needy.py:Boxes": 1.0}},
+            r"run.yaml:\d+: .*:Boxes: .* needs the field 'boxes'",
+        ),
+        ({"reward": exact, "data": plain}, "judges text, but the policy makes image; use a reward"),
+    ):
+        path = written(**sections)
+        with pytest.raises(UserError, match=says):
+            build.read(path, ())
+    path = written(
+        reward=exact, data=plain, policy="must_not_be_built", plugins=["needy.py"], evaluate={}
     )
-    assert done.stdout.splitlines() == ["[]", "ClipScore Remote"]
+    with pytest.raises(UserError) as caught:
+        build.Session.of(build.read(path, ()))
+    message = str(caught.value)
+    says = "needs the field 'answer' of every prompt, but 2 of 3 prompts have none, 'a' first"
+    assert says in message and "run.yaml:" in message
+    assert 'in a .jsonl file: {"text": "...", "answer": ...}' in message
+
+
+def test_equal_short_names_do_not_collapse():
+    names = build.short_names(["a.py:f", "b.py:f", "b.py:g", "clip_score"])
+    assert list(names.values()) == ["a.py:f", "b.py:f", "g", "clip_score"]
