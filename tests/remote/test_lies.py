@@ -10,41 +10,57 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from mmrl.apps.serve.service import ServeOptions
 from mmrl.core.errors import UserError
 from rewards import Remote
 from rewards.servers.tokens import Tokens
-from tests.fixtures import waiting
 from tests.fixtures.reward_servers import (
     answering,
-    good,
+    eighth,
     mean,
     numbers,
-    replying,
+    read_all,
+    saying,
+    send_ok,
     serving,
     spoiling,
     trickling,
 )
 from tests.fixtures.tiny_rewards import asked, pictures
 
-LIES = {
-    "one less": (lambda a: a | {"rewards": {"r": a["rewards"]["r"][:-1]}}, "expected 3 values"),
-    "one more": (lambda a: a | {"rewards": {"r": [*a["rewards"]["r"], 1.0]}}, "expected 3 values"),
-    "NaN": (lambda a: a | {"rewards": {"r": [float("nan")] * 3}}, "NaN is not a JSON number"),
-    "infinity": (lambda a: a | {"rewards": {"r": [1.0, 1e39, 1.0]}}, "infinity is not a reward"),
-    "huge": (lambda a: a | {"rewards": {"r": [1.0, -3e7, 1.0]}}, "3e+07 is more than `largest`"),
-    "another reward": (
-        lambda a: a | {"rewards": {"q" * 999: [1.0] * 3}, "weights": {"q" * 999: 1}},
-        "asked for ['r'], answered",
-    ),
-    "no weights": (lambda a: a | {"weights": {}}, "not an answer of a reward server"),
-    "another order": (lambda a: a | {"ids": a["ids"][::-1]}, "in another order"),
-    "an id twice": (lambda a: a | {"ids": a["ids"][:1] * 3}, "other samples than were sent"),
-    "wrong ids": (lambda a: a | {"ids": ["x", "y", "z"]}, "other samples than were sent"),
-    "odd ids": (lambda a: a | {"ids": {"a": 1}}, "no list of texts"),
-    "no ids": (lambda a: a | {"ids": None}, "another version's server"),
-}
+
+def values(*numbers):
+    return lambda a: a | {"rewards": {"r": list(numbers)}}
+
+
+def raw(r, weights='{"r": 1}'):
+    """A server's answer in its own words."""
+    return f'{{"rewards": {r}, "weights": {weights}}}'
+
+
+OTHER = {"rewards": {"q" * 999: [1.0] * 3}, "weights": {"q" * 999: 1}}
+LIES = [
+    (values(1.0, 1.0), "expected 3 values"),
+    (values(1.0, 1.0, 1.0, 1.0), "expected 3 values"),
+    (values(float("nan"), 1.0, 1.0), "NaN is not a JSON number"),
+    (values(1.0, 1e39, 1.0), "infinity is not a reward"),
+    (values(1.0, -3e7, 1.0), "3e+07 is more than `largest`"),
+    (lambda a: a | OTHER, "asked for ['r'], answered"),
+    (lambda a: a | {"weights": {}}, "not an answer of a reward server"),
+    (lambda a: a | {"ids": a["ids"][::-1]}, "in another order"),
+    (lambda a: a | {"ids": a["ids"][:1] * 3}, "other samples than were sent"),
+    (lambda a: a | {"ids": ["x", "y", "z"]}, "other samples than were sent"),
+    (lambda a: a | {"ids": {"a": 1}}, "no list of texts"),
+    (lambda a: a | {"ids": None}, "another version's server"),
+]
+MALFORMED = ["hello", "[1, 2]", "[" * 100_000, " " * 2_000_000, raw("{}")]
+MALFORMED += [
+    raw('{"r": [1.0, "2", 3]}'),
+    raw('{"r": [1.0, true, 3]}'),
+    raw('{"r": [1, 1e999, 3]}'),
+]
 
 
 def changing(change):
@@ -80,16 +96,16 @@ def test_asking_again_finds_nothing_in_an_honest_server(caplog):
     assert not caplog.text
 
 
-def test_a_lie_is_named_and_gives_no_value(caplog):
-    for lie, (change, says) in LIES.items():
+def test_a_lie_is_named_and_gives_no_value(caplog, subtests):
+    lies = [(spoiling(change), says) for change, says in LIES]
+    lies += [(saying("200 OK", text), "") for text in MALFORMED]
+    for number, (reply, says) in enumerate(lies):
         caplog.clear()
-        with answering(spoiling(change)) as liar:
+        with subtests.test(number=number, says=says), answering(reply) as liar:
             remote = Remote(liar, retry_seconds=0, name="r", retries=0)
-            assert remote(pictures(3), asked(3)).isnan().all(), lie
-            assert says in remote.servers[0].cause and len(remote.servers[0].cause) < 200, lie
-            assert caplog.text.count(says) == 1 and "Traceback" not in caplog.text, lie
-    with answering(spoiling(lambda answer: answer)) as honest:
-        assert Remote(honest, name="r")(pictures(3), asked(3)).tolist() == [1, 2, 3]
+            assert remote(pictures(3), asked(3)).isnan().all()
+            assert says in remote.servers[0].cause and len(remote.servers[0].cause) < 200
+            assert caplog.text.count(liar) == 1 and "Traceback" not in caplog.text
 
 
 def test_an_answer_of_before_is_noticed():
@@ -112,109 +128,77 @@ def test_a_weighted_sum_is_bounded_too():
         assert remote(pictures(2), asked(2)).isnan().all()
         assert "`largest`" in remote.servers[0].cause
     with serving({"numbers": numbers}) as address:
-        many = [{"n": 2_000_000}, {"n": 1}]
-        assert Remote(address)(pictures(2), many).isnan().all()
-        assert Remote(address, retry_seconds=0, largest=1e7)(pictures(2), many).tolist() == [
-            2_000_000,
-            1,
-        ]
+        large = Remote(address, retry_seconds=0, largest=1e7)
+        assert large(pictures(2), [{"n": 2_000_000}, {"n": 1}]).tolist() == [2_000_000, 1]
 
 
-def test_ids_that_are_none_are_refused(url):
-    for ids in ([], ["a"], ["a", "a"], ["a", 1], "ab", {"a": 1}, ["a", "b" * 65], [["a"], ["b"]]):
-        answer = waiting.post(f"{url}/score", json=good(2, ids=ids))
-        assert answer.status_code == 400 and answer.json()["field"] == "ids", ids
-    assert waiting.post(f"{url}/score", json=good(2, ids=["a", "b"])).json()["ids"] == ["a", "b"]
-
-
-# --------------------------------------------------------------------------------------------------
-# what a client reads
-
-
-@pytest.mark.parametrize("coding", ["gzip, gzip", "br", "x" * 300])
-def test_a_compressed_answer_is_not_opened(coding):
+def test_a_compressed_answer_is_neither_asked_for_nor_opened():
+    heads = []
     bomb = gzip.compress(gzip.compress(bytes(2**26)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with answering(replying(bomb, b"Content-Encoding: " + coding.encode() + b"\r\n")) as liar:
-        remote = Remote(liar, retry_seconds=0, retries=0)
-        assert remote(pictures(1), asked(1)).isnan().all()
-        assert "which was not asked for" in remote.servers[0].cause
+    for coding in (b"gzip, gzip", b"br", b"x" * 300):
+
+        def reply(connection, head=b"Content-Encoding: " + coding + b"\r\n"):
+            heads.append(read_all(connection)[0])
+            send_ok(connection, bomb, head)
+
+        with answering(reply) as liar:
+            remote = Remote(liar, retry_seconds=0, retries=0)
+            assert remote(pictures(1), asked(1)).isnan().all()
+            assert "which was not asked for" in remote.servers[0].cause
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000  # KiB
+    assert {head[b"accept-encoding"] for head in heads} == {b"identity"}
 
 
-def test_nothing_compressed_is_asked_for():
-    heads = []
-
-    def reply(connection):
-        heads.append(connection.recv(65536).partition(b"\r\n\r\n")[0].lower())
-
-    with answering(reply) as address:
-        Remote(address, retry_seconds=0, retries=0)(pictures(1), asked(1))
-    assert b"accept-encoding: identity" in heads[0]
-
-
-ENDLESS = {
-    "headers": (b"HTTP/1.1 200 OK\r\n", b"X"),
-    "one continue after the other": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-}
-
-
-@pytest.mark.parametrize("reply", ENDLESS)
-def test_headers_that_never_end_cost_one_time_out(reply):
-    with answering(trickling(*ENDLESS[reply])) as liar:
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [(b"HTTP/1.1 200 OK\r\n", b"X"), (b"", b"HTTP/1.1 100 Continue\r\n\r\n")],
+    ids=["headers", "one continue after the other"],
+)
+def test_headers_that_never_end_cost_one_time_out(head, piece):
+    with answering(trickling(head, piece)) as liar:
         remote = Remote(liar, retry_seconds=0, timeout=0.4, retries=2)
         assert remote(pictures(1), asked(1)).isnan().all()
         assert "no answer within 0.4 s" in remote.servers[0].cause
         assert remote.servers[0].silent and remote.servers[0].requests == 1
 
 
-# --------------------------------------------------------------------------------------------------
-# tokens
-
-
-def test_a_token_is_changed_without_a_restart(tmp_path):
-    file = tmp_path / "tokens"
+def test_a_token_is_changed_without_a_restart(tmp_path, monkeypatch):
+    monkeypatch.delenv("MMRL_REWARD_TOKEN", raising=False)
+    file, mine = tmp_path / "tokens", tmp_path / "mine"
     file.write_text("old\n")
-    mine = tmp_path / "mine"
     mine.write_text("old")
     with serving({"mean": mean}, token_file=file) as address:
         remote = Remote(address, retry_seconds=0, token_file=mine)
-        ask = lambda: remote(pictures(2), asked(2)).isfinite().all()  # noqa: E731
-        assert ask()
+
+        def good():
+            return remote(pictures(2), asked(2)).isfinite().all()
+
+        assert good()
         file.write_text("new\nold\n")  # both are valid for a while
-        assert ask()
+        assert good()
         mine.write_text("new-one")
         with pytest.raises(UserError, match="refused the token"):
-            ask()
+            good()
         mine.write_text("new\n")
-        assert ask()
+        assert good()
         file.write_text("new\n")
-        assert ask()
         with pytest.raises(UserError, match="refused the token"):
             Remote(address, retry_seconds=0, token="old")(pictures(2), asked(2))
         os.unlink(file)  # between two versions of it
-        assert ask()
-        file.write_text("\n\n")
-        assert ask()
-        file.write_text("b\u00e4d\n")
-        assert ask()
-
-
-def test_a_token_file_must_have_a_token_when_it_is_first_read(tmp_path, monkeypatch):
-    monkeypatch.delenv("MMRL_REWARD_TOKEN", raising=False)
-    empty = tmp_path / "empty"
-    empty.write_text("\n")
-    with pytest.raises(UserError, match="has no token"):
-        Tokens(None, empty)
-    with pytest.raises(UserError, match="cannot be read"):
-        Tokens(None, tmp_path / "none")
-    with pytest.raises(UserError, match="give one of them"):
-        Tokens("a", empty)
+        assert good()
+        for broken in ("\n\n", "b\u00e4d\n"):
+            file.write_text(broken)
+            assert good()
+    (tmp_path / "empty").write_text("\n")
+    for words, says in (
+        ((None, tmp_path / "empty"), "has no token"),
+        ((None, tmp_path / "none"), "cannot be read"),
+        (("a", tmp_path / "empty"), "give one of them"),
+    ):
+        with pytest.raises(UserError, match=says):
+            Tokens(*words)
     assert Tokens().valid() == () and Tokens("a").current() == "a"
-
-
-# --------------------------------------------------------------------------------------------------
-# https
 
 
 @pytest.fixture(scope="module")
@@ -235,35 +219,27 @@ def certificate(tmp_path_factory):
     return folder
 
 
-def test_https_is_checked_and_scores_the_same(certificate, caplog):
-    options = {
-        "certificate": certificate / "server.pem",
-        "private_key": certificate / "server.key",
-        "token": "s3cret",
-    }
-    media = (pictures(4) * 255).round() / 255
+def test_https_is_checked_and_scores_the_same(certificate, tmp_path):
+    pem, other = certificate / "server.pem", certificate / "other.pem"
+    options = {"certificate": pem, "private_key": certificate / "server.key", "token": "s3cret"}
+    media = eighth(pictures(4))
     with serving({"mean": mean}, **options) as plain:
         address = plain.replace("http://", "https://")
-        remote = Remote(
-            address, retry_seconds=0, token="s3cret", certificate=certificate / "server.pem"
-        )
-        with ThreadPoolExecutor(4) as pool:
-            for values in pool.map(lambda _: remote(media, asked(4)), range(8)):
-                assert values.tolist() == mean(media, None).tolist()
-        for wrong in (None, certificate / "other.pem"):
-            stranger = Remote(
-                address, retry_seconds=0, token="s3cret", certificate=wrong, retries=0
-            )
-            assert stranger(media, asked(4)).isnan().all()
-            assert "CERTIFICATE_VERIFY_FAILED" in stranger.servers[0].cause
-        nobody = Remote(
-            plain, retry_seconds=0, token="s3cret", retries=0
-        )  # the token is not sent in the clear
-        assert nobody(media, asked(4)).isnan().all()
 
+        def ask(url, certificate, threads=1, **more):
+            more |= {"token": "s3cret", "certificate": certificate, "retries": 0}
+            remote = Remote(url, retry_seconds=0, **more)
+            with ThreadPoolExecutor(threads) as pool:
+                values = list(pool.map(lambda _: remote(media, asked(4)), range(threads)))
+            return torch.stack(values), remote.servers[0].cause
 
-def test_certificates_that_are_none_are_refused(certificate, tmp_path):
-    pem = certificate / "server.pem"
+        values, _ = ask(address, pem, threads=4)
+        assert torch.equal(values, mean(media, None).expand(4, -1))
+        for wrong in (None, other):
+            values, cause = ask(address, wrong)
+            assert values.isnan().all() and "CERTIFICATE_VERIFY_FAILED" in cause
+        values, _ = ask(plain, None, timeout=0.5)  # the token is not sent in the clear
+        assert values.isnan().all()
     with pytest.raises(UserError, match="belong together"):
         ServeOptions(certificate=pem)
     with pytest.raises(UserError, match="cannot be used"):
