@@ -4,12 +4,11 @@ status tells."""
 from __future__ import annotations
 
 import json
-import math
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from mmrl.apps.check_reward import Subject, audit, audit_one
@@ -18,7 +17,6 @@ from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.data.vision.source import Vision
-from rewards import Grounding
 from rewards.answers.verifiable import row_name
 from rewards.card import card_of
 from tests.fixtures.text_rewards import SMALLEST, prompts_of
@@ -30,40 +28,26 @@ ROWS = [
     {"text": "Where is the dog?", "boxes": [[300, 20, 330, 220]], "answer": "a hare"},
 ]
 MINE = '''
-import torch
+import re
 from rewards.card import card
 
 @card(media="text", low=0, high=1)
 def published_classification(texts, prompts):
     """Visual-RFT's: part of one another."""
-
-    def clean(text):
-        bare = str(text).replace("<answer>", "").replace("</answer>", "")
-        return bare.lower().replace(" ", "")
-
-    pairs = [(clean(t), clean(p["answer"])) for t, p in zip(texts, prompts)]
-    return torch.tensor([float(a in b or b in a) for a, b in pairs])
+    clean = [re.sub("<.?answer>| ", "", text.lower()) for text in texts]
+    rights = [str(prompt["answer"]).lower().replace(" ", "") for prompt in prompts]
+    return [float(a in b or b in a) for a, b in zip(clean, rights)]
 
 @card(media="text", low=0, high=1)
 def breaks(texts, prompts):
-    return torch.tensor([1.0 / len(t) for t in texts])
+    return [1.0 / len(text) for text in texts]
 
 def undeclared(texts, prompts):
-    return torch.zeros(len(texts))
-
-@card(media="text", low=0, high=1)
-class Older:
-    """As written for an earlier version."""
-
-    def __call__(self, texts, prompts):
-        return torch.zeros(len(texts))
-
-    def right_answer(self, prompt):
-        return prompt["answer"]
+    return [0.0] * len(texts)
 
 @card(media="text", low=0, high=1)
 def too_much(texts, prompts):
-    return torch.tensor([2.0 * ("wolf" in t or "fox" in t or "hare" in t) for t in texts])
+    return [2.0 * ("wolf" in t or "fox" in t or "hare" in t) for t in texts]
 '''
 
 
@@ -86,48 +70,23 @@ def check(reward: str, rows: str = "rows.jsonl") -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_every_reward_of_ours_passes_on_good_data(subtests):
-    for name in sorted(SMALLEST):
-        with subtests.test(name=name):
-            found = audit_one(
-                Subject(name, REWARDS.build(name, **SMALLEST[name][0]), prompts_of(name)), "text"
-            )
-            assert found.passed, [
-                (line.probe, line.offences) for line in found.lines if line.offences
-            ]
-            probes = [line.probe for line in found.lines]
-            assert {"ground truth", "empty", "echo of the prompt", "all of them"} <= set(probes)
-            spatial = "ground truth in other coordinate spaces" in probes
-            assert spatial == getattr(REWARDS[name], "spatial", False)
-
-
-VARIANTS = [
-    ("grounding", {"overlap": "giou"}),
-    ("grounding", {"threshold": 0.5}),
-    ("referring", {"overlap": "giou"}),
-    ("detection", {"measure": "f1"}),
-    ("detection", {"measure": "map"}),
-    ("detection", {"measure": "ap"}),
-    ("point", {"form": "gaussian"}),
-    ("point", {"form": "distance"}),
-    ("gui", {"type_weight": 0.2, "form": "gaussian"}),
-    ("count", {"fuzzy": False}),
-    ("choice", {"partial": "none"}),
-    ("choice", {"partial": "jaccard"}),
-    ("transcription", {"unit": "word"}),
-    ("chart", {"partial": True}),
-    ("answer", {"tolerance": 0.1}),
-    ("temporal", {"form": "hull"}),
-    ("video_qa", {"gated": True}),
-    ("key_steps", {"ordered": True}),
-    ("key_steps", {"sections": ["Look", "Think"]}),
-    ("svg", {"measure": "ssim", "size": 64}),
-    ("svg", {"measure": "mse", "size": 64}),
-    ("svg", {"measure": "standardised", "size": 64}),
-    ("format", {"form": "answer", "json": True}),
-    ("format", {"form": "boxed"}),
-    ("repetition", {"n": 2}),
-]
+VARIANTS = {name: [{}] for name in sorted(SMALLEST)} | {
+    "grounding": [{}, {"overlap": "giou"}, {"threshold": 0.5}],
+    "referring": [{}, {"overlap": "giou"}],
+    "detection": [{}, *({"measure": measure} for measure in ("f1", "map", "ap"))],
+    "point": [{}, {"form": "gaussian"}, {"form": "distance"}],
+    "gui": [{}, {"type_weight": 0.2, "form": "gaussian"}],
+    "count": [{}, {"fuzzy": False}],
+    "choice": [{}, {"partial": "none"}, {"partial": "jaccard"}],
+    "transcription": [{}, {"unit": "word"}],
+    "chart": [{}, {"partial": True}],
+    "answer": [{}, {"tolerance": 0.1}],
+    "video_qa": [{}, {"gated": True}],
+    "key_steps": [{}, {"ordered": True}, {"sections": ["Look", "Think"]}],
+    "svg": [{}, *({"measure": measure} for measure in ("ssim", "mse", "standardised"))],
+    "format": [{}, {"form": "answer", "json": True}, {"form": "boxed"}],
+    "repetition": [{}, {"n": 2}],
+}
 PUBLISHED = {
     ("confidence", "form", "visual_rft"): "a wrong box of zero confidence",
     ("referring", "form", "vlm_r1"): "ground truth in other coordinate spaces",
@@ -136,67 +95,57 @@ PUBLISHED = {
 }
 
 
-def test_other_options_pass_too(subtests):
-    for name, options in VARIANTS:
-        with subtests.test(name=name, options=options):
-            prompts = (
-                prompts_of(name)[:1]
-                if (name, options) == ("temporal", {"form": "hull"})
-                else prompts_of(name)
-            )
-            found = audit_one(Subject(name, REWARDS.build(name, **options), prompts), "text")
-            assert found.passed, [
-                (line.probe, line.offences) for line in found.lines if line.offences
-            ]
+def audited(name, **options):
+    reward = REWARDS.build(name, **SMALLEST[name][0] | options)
+    return audit_one(Subject(name, reward, prompts_of(name)), "text")
 
 
-@pytest.mark.parametrize("name, option, value", PUBLISHED)
-def test_what_is_wrong_with_published_forms_is_found(name, option, value):
-    found = audit_one(
-        Subject(name, REWARDS.build(name, **{option: value}), prompts_of(name)), "text"
-    )
-    assert PUBLISHED[name, option, value] in [line.probe for line in found.lines if line.offences]
+def test_every_reward_passes_on_good_data(subtests):
+    for name, variants in VARIANTS.items():
+        for options in variants:
+            with subtests.test(name=name, options=options):
+                found = audited(name, **options)
+                bad = [line for line in found.lines if line.offences]
+                assert found.passed, [(line.probe, line.offences) for line in bad]
+                probes = [line.probe for line in found.lines]
+                assert {"ground truth", "empty", "echo of the prompt"} <= set(probes)
+                spatial = "ground truth in other coordinate spaces" in probes
+                assert spatial == getattr(REWARDS[name], "spatial", False)
 
 
-def test_a_good_reward_on_good_data_exits_with_0(folder):
-    code, said = check("grounding: 1.0, classification: 1.0")
-    assert code == 0 and said.rstrip().endswith("passed") and "FAIL" not in said
-    assert "spam of 20 boxes" in said and "inverted" in said and "echo of the prompt" in said
+def test_what_is_wrong_with_published_forms_is_found(subtests):
+    for (name, option, value), probe in PUBLISHED.items():
+        with subtests.test(name=name, value=value):
+            found = audited(name, **{option: value})
+            assert probe in [line.probe for line in found.lines if line.offences]
 
 
-def test_a_broken_row_is_named_with_file_and_line(folder):
-    rows = [*ROWS, {**ROWS[1], "boxes": [[9, 9, 1, 1]]}]
-    (folder / "rows.jsonl").write_text("\n\n".join(json.dumps(row) for row in rows))
-    code, said = check("grounding: 1.0")
-    assert (
-        code == 1
-        and "rows.jsonl:7: data:" in said
-        and "not x0 < x1" in said
-        and "failed: grounding" in said
-    )
+def test_the_command_tells_by_its_exit_status_and_names_rows(folder, subtests):
+    broken = [*ROWS, {**ROWS[1], "boxes": [[9, 9, 1, 1]]}]
+    (folder / "broken.jsonl").write_text("\n\n".join(json.dumps(row) for row in broken))
+    published = '"mine.py:published_classification": 1.0'
+    empty = "rows.jsonl:1: empty: '' scores 1; the ground truth scores 1"
+    for reward, rows, code, words in (
+        ("grounding: 1.0, classification: 1.0", "rows.jsonl", 0, ["spam of 20 boxes", "inverted"]),
+        ("grounding: 1.0", "broken.jsonl", 1, ["broken.jsonl:7: data:", "not x0 < x1"]),
+        (published, "rows.jsonl", 1, [empty, "inside a sentence"]),
+        ('"mine.py:too_much": 1.0', "rows.jsonl", 1, ["the card says 0 to 1"]),
+    ):
+        with subtests.test(reward=reward, rows=rows):
+            status, said = check(reward, rows)
+            assert status == code and all(word in said for word in words), said
+            assert ("FAIL" in said) == bool(code)
+            assert said.splitlines()[-1].startswith("failed: " if code else "passed")
 
 
 def test_a_row_of_the_vision_data_is_named_with_file_and_line(folder):
-    from PIL import Image
-
     Image.new("RGB", (60, 60)).save(folder / "a.png")
-    rows = [{"text": "Where?", "image": "a.png", "boxes": [[1, 2, 30, 40]], "labels": ["dog"]}] * 2
-    (folder / "v.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    row = {"text": "Where?", "image": "a.png", "boxes": [[1, 2, 30, 40]], "labels": ["dog"]}
+    (folder / "v.jsonl").write_text("\n".join([json.dumps(row)] * 2))
     source = Vision(folder / "v.jsonl", held_out=0.0)
     found = named(source.train, SimpleNamespace(plain={}, file="c.yaml"))
     assert [where(prompt) for prompt in found] == [f"{folder / 'v.jsonl'}:{n}" for n in (1, 2)]
     assert row_name(source.train[1]) == f"{folder / 'v.jsonl'}:2"
-
-
-def test_the_published_exploit_is_found(folder):
-    code, said = check('"mine.py:published_classification": 1.0')
-    assert code == 1 and "rows.jsonl:1: empty: '' scores 1; the ground truth scores 1" in said
-    assert "inside a sentence" in said
-
-
-def test_a_reward_outside_its_range_is_found(folder):
-    code, said = check('"mine.py:too_much": 1.0')
-    assert code == 1 and "the card says 0 to 1" in said
 
 
 def test_mistakes_are_one_sentence(folder):
@@ -210,36 +159,20 @@ def test_mistakes_are_one_sentence(folder):
 
 
 def test_a_reward_that_is_not_deterministic_is_found():
-    class Moody:
-        card = card_of(REWARDS["answer"])
-        calls = 0
+    calls = iter([1.0])
 
-        def __call__(self, texts, prompts):
-            self.calls += 1
-            return [1.0 if self.calls == 1 else 0.9 for _ in texts]
+    def moody(texts, prompts):
+        return [next(calls, 0.9)] * len(texts)
 
-    found = audit_one(
-        Subject("moody", Moody(), [{"text": "a", "answer": 1}, {"text": "b", "answer": 2}]), "text"
-    )
-    broken = {line.probe for line in found.lines if line.offences}
-    assert "ground truth, one by one" in broken and not math.isnan(found.lines[1].scores[0])
-
-
-def test_coordinate_spaces_are_tried_on_a_reward_that_declares_no_maximum():
-    class Open(Grounding):
-        card = replace(card_of(Grounding), high=None)
-
-    found = audit_one(Subject("open", Open(), ROWS), "text")
-    spaces = [line for line in found.lines if line.probe.endswith("coordinate spaces")]
-    assert [len(line.scores) for line in spaces] == [4 * len(ROWS)] and not spaces[0].offences
+    moody.card = card_of(REWARDS["answer"])
+    prompts = [{"text": "a", "answer": 1}, {"text": "b", "answer": 2}]
+    found = audit_one(Subject("moody", moody, prompts), "text")
+    assert "ground truth, one by one" in {line.probe for line in found.lines if line.offences}
 
 
 def test_each_task_of_a_mixture_has_a_table_of_its_own(folder):
-    rows = [
-        {"text": "9 times 9?", "answer": "81", "task": "sum"},
-        {"text": "Which animal?", "answer": "fox", "task": "animal"},
-        {"text": "Which one?", "answer": "hare", "task": "unheard"},
-    ]
+    tasks = (("81", "sum"), ("fox", "animal"), ("hare", "unheard"))
+    rows = [{"text": f"{i}?", "answer": a, "task": task} for i, (a, task) in enumerate(tasks)]
     (folder / "mixed.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     routes = "routed: {routes: {sum: maths, animal: classification}}"
     status, printed = check(routes, "mixed.jsonl")

@@ -6,16 +6,17 @@ import json
 
 import pytest
 import torch
-from PIL import Image
+from torchvision.utils import save_image
 from typer.testing import CliRunner
 
 from mmrl.apps.check_reward import Subject, audit_one
-from mmrl.apps.check_reward.images import real, recompressed
+from mmrl.apps.check_reward.images import real
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from mmrl.worlds.data import Digits
-from rewards.card import Card, card
+from mmrl.worlds.moving import captions
+from rewards.card import card
 from tests.fixtures.tiny_rewards import pictures
 
 PROMPTS = Digits(captions=40).train[:24]
@@ -28,24 +29,16 @@ def template(media, prompts):
     return torch.nn.functional.cosine_similarity(media.flatten(1), targets).clamp(0, 1)
 
 
-def broken(reward, prompts=PROMPTS):
-    report = audit_one(Subject("mine", reward, list(prompts)), "image")
+def broken(reward, prompts=PROMPTS, kind="image"):
+    report = audit_one(Subject("mine", reward, list(prompts)), kind)
     return report, {line.probe for line in report.lines if line.offences}
 
 
 def test_an_honest_reward_passes():
     report, failed = broken(template)
+    probes = "real picture; real picture, one by one; noise; blank; another prompt; duplicates"
     assert report.passed and not failed
-    assert [line.probe for line in report.lines] == [
-        "real picture",
-        "real picture, one by one",
-        "noise",
-        "blank",
-        "another prompt",
-        "duplicates",
-        "JPEG, quality 90",
-        "all of them",
-    ]
+    assert [line.probe for line in report.lines][:6] == probes.split("; ")
 
 
 @card(media="image")
@@ -94,82 +87,54 @@ def test_rewards_of_videos_see_moving_clips_and_groups_are_refused():
     @card(media="video", low=0)
     def jump(media, prompts):
         assert media.shape[1:] == (8, 3, 32, 32)
-        return media[:, 0].flatten(1).std(1) + (media[:, 1:] - media[:, :-1]).abs().flatten(1).mean(
-            1
-        )
+        return media[:, 0].flatten(1).std(1) + media.diff(dim=1).abs().flatten(1).mean(1)
 
-    report = audit_one(Subject("mine", jump, list(PROMPTS)), "video")
-    assert report.passed and any(
-        line.probe == "noise" and "wants motion" in line.rule for line in report.lines
-    )
-    brightness_of_groups = card(media="image", of="group")(
-        lambda media, prompts: media.flatten(1).mean(1)
-    )
+    report, _ = broken(jump, PROMPTS, "video")
+    rules = {line.probe: line.rule for line in report.lines}
+    assert report.passed and "wants motion" in rules["noise"]
+    of_groups = card(media="image", of="group")(brightness)
     with pytest.raises(UserError, match="compares whole groups"):
-        audit_one(Subject("mine", brightness_of_groups, list(PROMPTS)), "image")
-    assert Card().of == "sample"
-
-
-def test_a_jpeg_is_near_its_original():
-    smooth = torch.linspace(0, 1, 32).expand(2, 3, 32, 32)
-    assert (recompressed(smooth) - smooth).abs().max() < 0.05
-    assert recompressed(pictures(2)[:, None].expand(-1, 3, -1, -1, -1)).shape == (2, 3, 3, 32, 32)
+        audit_one(Subject("mine", of_groups, list(PROMPTS)), "image")
 
 
 def test_the_command_on_pictures_of_the_user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = []
-    for i, picture in enumerate(pictures(4, 24, 24)):
-        Image.fromarray((picture * 255).byte().permute(1, 2, 0).contiguous().numpy()).save(
-            f"{i}.png"
-        )
-        lines.append(json.dumps({"text": f"thing {i}", "image": f"{i}.png"}))
-    (tmp_path / "things.jsonl").write_text("\n".join(lines) + "\n")
-    body = (
-        "data: {prompts: {path: things.jsonl, held_out: 0.0}}\nreward: "
-        "{jpeg_incompressibility: 1.0}\n"
-    )
-    (tmp_path / "check.yaml").write_text(body)
-    invocation = CliRunner().invoke(app, ["check-reward", "check.yaml"])
-    assert (
-        invocation.exit_code == 1
-        and "FAIL" in invocation.output
-        and "things.jsonl:1" in invocation.output
-    ), invocation.output
-    (tmp_path / "things.jsonl").write_text('{"text": "bare"}\n{"text": "bare too"}\n')
-    invocation = CliRunner().invoke(app, ["check-reward", "check.yaml"])
-    assert invocation.exit_code != 0 and "needs a real picture" in str(invocation.exception)
+    rows = [{"text": f"thing {i}", "image": f"{i}.png"} for i in range(4)]
+    for row, picture in zip(rows, pictures(4, 24, 24), strict=True):
+        save_image(picture, row["image"])
+    data = "data: {prompts: {path: things.jsonl, held_out: 0.0}}\n"
+    (tmp_path / "check.yaml").write_text(data + "reward: {jpeg_incompressibility: 1.0}\n")
+
+    def check(rows):
+        (tmp_path / "things.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return CliRunner().invoke(app, ["check-reward", "check.yaml"])
+
+    done = check(rows)
+    assert done.exit_code == 1 and "FAIL" in done.output and "things.jsonl:1" in done.output
+    assert "needs a real picture" in str(check([{"text": "bare"}, {"text": "bare too"}]).exception)
 
 
-@pytest.mark.parametrize("name", ["motion_amount", "motion_smoothness"])
-def test_rewards_of_motion_and_of_steadiness_pass_and_say_what_they_are(name):
-    report, failed = broken_video(REWARDS.build(name), PROMPTS[:6])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("motion_amount", {"noise", "frames out of order"}),
+        ("motion_smoothness", {"blank", "still"}),
+    ],
+)
+def test_rewards_of_motion_and_of_steadiness_pass_and_say_what_they_are(name, other):
+    report, failed = broken(REWARDS.build(name), PROMPTS[:6], "video")
     assert not failed, report
     probes = {line.probe for line in report.lines if "not of a reward that wants" in line.rule}
-    other = {
-        "motion_amount": {"noise", "frames out of order"},
-        "motion_smoothness": {"blank", "still"},
-    }[name]
     assert probes and probes <= other
 
 
 def test_a_reward_of_moving_digits_sees_digits_move():
-    from mmrl.worlds.moving import captions
-
-    report, failed = broken_video(REWARDS.build("digits_motion"), captions()[:8])
+    report, failed = broken(REWARDS.build("digits_motion"), captions()[:8], "video")
     assert not failed, report
     assert report.lines[0].probe == "real picture" and min(report.lines[0].scores) > 0.9
 
 
 def test_a_reward_blind_to_time_and_content_fails_both_ways():
-    @card(media="video")
-    def size(media, prompts):
-        return torch.full((len(media),), float(media.shape[1]))
-
-    _, failed = broken_video(size, PROMPTS[:6])
+    size = card(media="video")(lambda media, prompts: torch.full((len(media),), 1.0))
+    _, failed = broken(size, PROMPTS[:6], "video")
     assert {"noise", "blank", "still", "frames out of order"} <= failed
-
-
-def broken_video(reward, prompts):
-    report = audit_one(Subject("mine", reward, list(prompts)), "video")
-    return report, {line.probe for line in report.lines if line.offences}

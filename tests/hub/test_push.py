@@ -21,34 +21,22 @@ from mmrl.apps.hub.command import Request as Push
 from mmrl.apps.view.command import listening
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
+from mmrl.core.registry import load_built_in, locate
 from mmrl.experiment.lifecycle import train
 from mmrl.monitoring.report.pictures import data_uri
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.contracts import Exports
 from tests.fixtures import toys
 
-SPEC = {
-    "policy": {
-        "sd3": {
-            "path": "world:digits/sd3-test",
-            "size": 32,
-            "steps": 2,
-            "guidance_scale": 1.0,
-            "lora": 2,
-        }
-    },
-    "data": {"digits": {"captions": 20}},
-    "reward": {"digits": 1.0},
-    "objective": {"policy_gradient": {"clip_range": 1.0}},
-    "train": {
-        "prompts_per_iteration": 1,
-        "group_size": 2,
-        "train_batch_size": 2,
-        "iterations": 3,
-        "save_every": 0,
-    },
-    "log": {"tensorboard": False},
-}
+SPEC = """
+policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 2, guidance_scale: 1.0, lora: 2}}
+data: {digits: {captions: 20}}
+reward: {digits: 1.0}
+objective: {policy_gradient: {clip_range: 1.0}}
+train: {prompts_per_iteration: 1, group_size: 2, train_batch_size: 2, iterations: 3, save_every: 0}
+log: {tensorboard: false}
+"""
+load_built_in()
 EVALUATION = {
     "prompts": 5,
     "num_samples": 2,
@@ -69,7 +57,7 @@ EVALUATION = {
 def run(tmp_path_factory):
     """A LoRA of a tiny Stable Diffusion 3, trained for three iterations."""
     place = tmp_path_factory.mktemp("run")
-    (place / "run.yaml").write_text(yaml.safe_dump(SPEC | {"run": str(place / "run")}))
+    (place / "run.yaml").write_text(f"{SPEC}run: {place}/run\n")
     folder = train(place / "run.yaml")
     (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
     return folder
@@ -78,9 +66,9 @@ def run(tmp_path_factory):
 class Hub:
     """A hub on this machine: takes repositories and commits, and keeps their files."""
 
-    def __init__(self, status=200, existing_private=None):
-        """``existing_private``: the repository exists already, and this is its visibility."""
-        self.existing_private = existing_private
+    def __init__(self, status=200, private=None):
+        """``private``: the repository exists already, and this is its visibility."""
+        self.private = private
         self.files: dict[str, bytes] = {}
         self.repositories: list[dict] = []
         self.tokens: set[str | None] = set()
@@ -92,35 +80,23 @@ class Hub:
         self.server = uvicorn.Server(uvicorn.Config(server, log_level="error"))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
 
-    def is_private(self):
-        if self.existing_private is not None:
-            return self.existing_private
-        made = self.repositories[-1]
-        return made.get("private", made.get("visibility") == "private")
-
     async def answer(self, path: str, request: Request):
         body = await request.body()
         if request.method == "POST":
             self.tokens.add(request.headers.get("authorization"))
-        if self.status != 200 and request.method == "POST":
-            return Response('{"error": "no"}', self.status)
+            if self.status != 200:
+                return Response('{"error": "no"}', self.status)
         if path == "api/repos/create":
             self.repositories.append(json.loads(body))
-            exists = self.existing_private is not None
-            return (
-                Response('{"url": "/me/model"}', 409)
-                if exists
-                else {"url": f"{self.address}/me/model"}
-            )
+            exists = Response('{"url": "/me/model"}', 409)
+            return {"url": f"{self.address}/me/model"} if self.private is None else exists
         if path.endswith("preupload/main"):
-            names = [file["path"] for file in json.loads(body)["files"]]
-            return {
-                "files": [
-                    {"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names
-                ]
-            }
+            files = [{"path": file["path"]} for file in json.loads(body)["files"]]
+            return {"files": [f | {"uploadMode": "regular", "shouldIgnore": False} for f in files]}
         if path == "api/models/me/model":
-            return {"id": "me/model", "private": self.is_private()}
+            made = self.repositories[-1]
+            private = made.get("private", made.get("visibility") == "private")
+            return {"id": "me/model", "private": private if self.private is None else self.private}
         if path == "api/validate-yaml":
             return {"errors": [], "warnings": []}
         if path.endswith("commit/main"):
@@ -174,16 +150,12 @@ def test_the_folder_says_all_there_is_to_say(run, tmp_path):
     assert "| **0.75 (no interval)** |" in body  # one that is open is none
     for words in (
         "| change, paired by prompt |  | +0.5 [+0.25, +0.75] |",
-        "StableDiffusion3Pipeline.from_pretrained",
         'load_lora_weights("me/digits")',
         "ComfyUI/models/loras",
-        "### transformers",
         "![before and after](before_after.png)",
         "![curves of the training](curves.png)",
         "captions: 20",
-        "clip_range: 1.0",
         "5 held-out prompts",
-        "Licence",
     ):
         assert words in body, words
 
@@ -192,72 +164,64 @@ def test_the_loading_code_loads(run, tmp_path):
     """What the card says of diffusers is done, with the base model that was trained."""
     from diffusers import StableDiffusion3Pipeline
 
-    from mmrl.core.registry import load_built_in, locate
-
     folder = command.write(run, Push("me/digits"), tmp_path / "new")
-    load_built_in()
     pipe = StableDiffusion3Pipeline.from_pretrained(locate("world:digits/sd3-test"))
     pipe.load_lora_weights(folder)
     assert pipe.get_active_adapters()
-    assert pipe("a red seven", num_inference_steps=1, height=32, width=32).images[0].size == (
-        32,
-        32,
-    )
+    (image,) = pipe("a red seven", num_inference_steps=1, height=32, width=32).images
+    assert image.size == (32, 32)
 
 
-def test_an_upload_arrives(run, online, tmp_path):
+def test_an_upload_arrives_and_nothing_private_in_a_public_repository(run, online, tmp_path):
     with Hub() as hub:
         online(hub.address)
         done = CliRunner().invoke(app, ["push", str(run), "me/model", "--private"])
     assert done.exception is None and done.output.strip() == f"{hub.address}/me/model"
-    assert hub.repositories[0]["name"] == "model" and hub.repositories[0]["organization"] == "me"
-    assert hub.repositories[0].get("private") or hub.repositories[0]["visibility"] == "private"
+    (made,) = hub.repositories
+    assert (made["name"], made["organization"]) == ("model", "me")
+    assert made.get("private") or made["visibility"] == "private"
     assert hub.files["README.md"].startswith(b"---\nlibrary_name: diffusers")
     assert {"pytorch_lora_weights.safetensors", "curves.png"} <= set(hub.files)
     assert "Bearer hf_test" in hub.tokens and not list(tmp_path.glob("mmrl-push-*"))
-
-
-def test_nothing_private_goes_into_a_repository_that_is_public(run, online, tmp_path):
-    with Hub(existing_private=False) as hub:
+    with Hub(private=False) as hub:
         online(hub.address)
         with pytest.raises(UserError, match="me/model exists and is public.*nothing was uploaded"):
             command.push(run, Push("me/model", private=True))
-        assert not hub.files
         (kept,) = tmp_path.glob("mmrl-push-*/model")
-        assert (kept / "README.md").is_file()
+        assert not hub.files and (kept / "README.md").is_file()
         command.push(run, Push("me/model"))
         assert "README.md" in hub.files
-    with Hub(existing_private=True) as hub:
+    with Hub(private=True) as hub:
         online(hub.address)
         command.push(run, Push("me/model", private=True))
         assert "README.md" in hub.files
 
 
-@pytest.mark.parametrize("status", [401, 403, 500])
+@pytest.mark.parametrize("status", [401, 500, None])
 def test_a_refused_upload_keeps_what_was_written(run, online, tmp_path, status):
-    with Hub(status) as hub:
-        online(hub.address)
-        with pytest.raises(UserError) as error:
+    with Hub(status or 500) as hub:
+        online(hub.address if status else "http://127.0.0.1:9")  # a hub that is not there
+        with pytest.raises(UserError, match="the upload to .* failed") as error:
             command.push(run, Push("me/model"))
     message = str(error.value)
-    assert ("hf auth login" in message) == (status != 500) and "\n" not in message
+    assert ("hf auth login" in message) == (status == 401) and "\n" not in message
     (kept,) = tmp_path.glob("mmrl-push-*/model")
     assert f"hf upload me/model {kept}" in message and (kept / "README.md").is_file()
 
 
-def test_mistakes_are_told_before_anything_is_loaded(run, online, tmp_path, monkeypatch):
+def test_mistakes_are_named_before_anything_is_loaded(run, online, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(command.build, "trained", lambda *_, **__: pytest.fail("loaded"))
     for name in ("model", "a/b/c", "me/--x", "me/mo del"):
         with pytest.raises(UserError, match="org/name"):
             command.push(run, Push(name))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    with pytest.raises(UserError, match="not empty"):
-        command.write(run, Push("me/model"), tmp_path / "full")
-    with pytest.raises(UserError, match="no run folder"):
-        command.write(tmp_path / "nothing", Push("me/model"), tmp_path / "new")
+    for folder, place, says in (
+        (run, tmp_path.parent, "not empty"),
+        (tmp_path, "x", "no run folder"),
+    ):
+        with pytest.raises(UserError, match=says):
+            command.write(folder, Push("me/model"), tmp_path / place)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(UserError, match="hf auth login.*--dry-run"):
@@ -269,40 +233,21 @@ def test_mistakes_are_told_before_anything_is_loaded(run, online, tmp_path, monk
         license_of("", "My Licence")
 
 
-def test_a_hub_that_cannot_be_reached(run, online):
-    online("http://127.0.0.1:9")
-    with pytest.raises(UserError, match="the upload to http://127.0.0.1:9 failed.*hf upload"):
-        command.push(run, Push("me/model"))
-
-
-def test_secrets_and_folders_stay_at_home(monkeypatch, tmp_path):
+def test_secrets_and_folders_stay_at_home(monkeypatch, tmp_path, subtests):
     monkeypatch.setenv("HOME", str(tmp_path))
-    plain = {
-        "judge": {"api_key": "sk-1", "max_new_tokens": 5, "hf_token": "hf_1"},
-        "data": {"path": f"{tmp_path}/prompts.txt"},
-        "list": [{"password": "x"}],
-    }
-    assert scrubbed(plain) == {
-        "judge": {"api_key": "...", "max_new_tokens": 5, "hf_token": "..."},
-        "data": {"path": "~/prompts.txt"},
-        "list": [{"password": "..."}],
-    }
-
-
-def test_folders_elsewhere_stay_here_too(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    plain = {
-        "data": {"path": "/mnt/acme/prompts.txt", "prefix": "/no_think", "url": "http://a/b/c"},
-        "reward": {"/mnt/acme/blue.py:blueness": 1.0},
-        "windows": "D:\\acme\\prompts.txt",
-        "text": "/a/list\nof /lines",
-    }
-    assert scrubbed(plain) == {
-        "data": {"path": "prompts.txt", "prefix": "/no_think", "url": "http://a/b/c"},
-        "reward": {"blue.py:blueness": 1.0},
-        "windows": "prompts.txt",
-        "text": "/a/list\nof /lines",
-    }
+    for plain, published in (
+        ({"api_key": "sk-1", "max_new_tokens": 5}, {"api_key": "...", "max_new_tokens": 5}),
+        ([{"hf_token": "hf_1"}, {"password": "x"}], [{"hf_token": "..."}, {"password": "..."}]),
+        (f"{tmp_path}/prompts.txt", "~/prompts.txt"),
+        ("/mnt/acme/prompts.txt", "prompts.txt"),
+        ("/no_think", "/no_think"),
+        ("http://a/b/c", "http://a/b/c"),
+        ({"/mnt/acme/blue.py:blueness": 1.0}, {"blue.py:blueness": 1.0}),
+        ("D:\\acme\\prompts.txt", "prompts.txt"),
+        ("/a/list\nof /lines", "/a/list\nof /lines"),
+    ):
+        with subtests.test(plain=plain):
+            assert scrubbed({"key": plain}) == {"key": published}
 
 
 class Writer(toys.ToyBare, Exports):
@@ -318,34 +263,12 @@ class Writer(toys.ToyBare, Exports):
         (folder / self.name).write_text(json.dumps(self.content))
 
 
-def test_no_published_file_names_a_folder_of_this_machine(tmp_path, monkeypatch):
-    base, run = "/mnt/acme/base", tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text(
-        yaml.safe_dump({"policy": {"vlm": {"path": base}}, "reward": {"exact": 1}, "run": str(run)})
-    )
-    (run / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')
-
-    policy = Writer("adapter_config.json", {"base_model_name_or_path": base, "r": 4})
-    monkeypatch.setattr(command.build, "trained", lambda *_, **__: SimpleNamespace(policy=policy))
-    folder = command.write(run, Push("me/vlm"), tmp_path / "new")
-    for name in ("README.md", "config.yaml", "adapter_config.json"):
-        text = (folder / name).read_text()
-        assert "/mnt" not in text and str(tmp_path) not in text, name
-    adapter = json.loads((folder / "adapter_config.json").read_text())
-    assert adapter == {"base_model_name_or_path": "base", "r": 4}
-
-
-def test_the_card_of_a_run_of_texts(tmp_path, monkeypatch):
-    """Answers first and last, in code blocks they cannot leave; transformers loads it."""
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """A function that writes what is published of a run of texts with this policy."""
     run = tmp_path / "run"
     run.mkdir()
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model")
-    (run / "config.yaml").write_text(
-        yaml.safe_dump({"policy": {"vlm": {"path": "org/base"}}, "reward": {"exact": 1.0}})
-    )
+    (run / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')
     lines = [
         {
             "iteration": i,
@@ -356,24 +279,42 @@ def test_the_card_of_a_run_of_texts(tmp_path, monkeypatch):
         for i, word in ((1, "first"), (9, "last"))
     ]
     (run / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')
 
-    session = SimpleNamespace(policy=Writer("config.json", {"model_type": "qwen2_vl"}))
-    monkeypatch.setattr(command.build, "trained", lambda *_, **__: session)
-    folder = command.write(run, Push("me/vlm"), tmp_path / "new")
-    text = (folder / "README.md").read_text()
+    def write(policy, base):
+        config = {"policy": {"vlm": {"path": base}}, "reward": {"exact": 1.0}, "run": str(run)}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        session = SimpleNamespace(policy=policy)
+        monkeypatch.setattr(command.build, "trained", lambda *_, **__: session)
+        return command.write(run, Push("me/vlm"), tmp_path / f"{len(list(tmp_path.iterdir()))}")
+
+    return write
+
+
+def test_no_published_file_names_a_folder_of_this_machine(texts, tmp_path):
+    base = "/mnt/acme/base"
+    policy = Writer("adapter_config.json", {"base_model_name_or_path": base, "r": 4})
+    folder = texts(policy, base)
+    for name in ("README.md", "config.yaml", "adapter_config.json"):
+        text = (folder / name).read_text()
+        assert "/mnt" not in text and str(tmp_path) not in text, name
+    adapter = json.loads((folder / "adapter_config.json").read_text())
+    assert adapter == {"base_model_name_or_path": "base", "r": 4}
+
+
+def test_the_card_of_a_run_of_texts(texts, tmp_path):
+    """Answers first and last, in code blocks they cannot leave; transformers loads it."""
+    policy = Writer("config.json", {"model_type": "qwen2_vl"})
+    text = (texts(policy, "org/base") / "README.md").read_text()
     meta = yaml.safe_load(text.split("---\n")[1])
     assert meta["base_model"] == "org/base" and meta["base_model_relation"] == "finetune"
     assert meta["pipeline_tag"] == "image-text-to-text" and meta["license"] == "other"
-    assert "````\n```\n# first\n````" in text and "# last" in text
+    assert "````\n```\n# first\n````" in text and "# last" in text and "not evaluated" in text
     assert 'AutoModelForImageTextToText.from_pretrained("me/vlm"' in text
-    session.policy.auto_class = "AutoModelForMultimodalLM"
-    heard = command.write(run, Push("me/vlm"), tmp_path / "heard") / "README.md"
-    assert 'AutoModelForMultimodalLM.from_pretrained("me/vlm"' in heard.read_text()
-    assert "ImageTextToText" not in heard.read_text()
-    assert "not evaluated" in text and license_of(str(base), None) == "apache-2.0"
-
-
-def test_a_card_plays_the_film_of_before_and_after():
-    card = Card(None, None, None, "me/clips", "mit", has_curves=False, picture="before_after.mp4")
-    assert '<video src="before_after.mp4" controls' in card._before_after()
+    policy.auto_class = "AutoModelForMultimodalLM"
+    heard = (texts(policy, "org/base") / "README.md").read_text()
+    assert 'AutoModelForMultimodalLM.from_pretrained("me/vlm"' in heard
+    assert "ImageTextToText" not in heard
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\nA model")
+    assert license_of(str(tmp_path), None) == "apache-2.0"
+    film = Card(None, None, None, "me/clips", "mit", has_curves=False, picture="before_after.mp4")
+    assert '<video src="before_after.mp4" controls' in film._before_after()
