@@ -19,16 +19,7 @@ from mmrl.apps.serve.server import load
 from mmrl.core.errors import UserError
 from rewards import Remote, jpeg_compressibility
 from tests.fixtures import waiting, warm
-from tests.fixtures.reward_servers import (
-    b64,
-    eighth,
-    good,
-    mean,
-    numbers,
-    png,
-    refusing,
-    serving,
-)
+from tests.fixtures.reward_servers import b64, eighth, good, mean, numbers, png, refusing, serving
 from tests.fixtures.tiny_rewards import asked, pictures
 
 

@@ -92,21 +92,6 @@ def test_a_whole_number_reads_back_from_every_notation(n, notation):
     assert not value.equals(Quantity(n + 1)) and (n == 0 or not value.equals(Quantity(-n)))
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    st.integers(-999_999, 999_999).filter(lambda n: n % 10),
-    st.integers(1, 5),
-    st.sampled_from(["{}", "{}%", "{} kg", r"\boxed{{{}}}", "**{}**", "The value is {}"]),
-    st.booleans(),
-)
-def test_a_decimal_reads_back_with_and_without_its_zero(digits, places, form, bare):
-    decimal = f"{digits / 10**places:.{places}f}"
-    written = decimal.replace("0.", ".", 1) if bare and abs(digits) < 10**places else decimal
-    value = quantity(form.format(written)).value
-    right = float(decimal) / (100 if "%" in form else 1)
-    assert value is not None and value.equals(Quantity(right)), form.format(written)
-
-
 def test_separators_of_locales_read_back_where_they_mean_one_thing(subtests):
     for locale in "en de fr it es pt_BR ru de_CH hi ja pl nl sv cs en_IN".split():
         with subtests.test(locale=locale):

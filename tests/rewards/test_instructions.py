@@ -11,14 +11,7 @@ from PIL import Image
 
 from mmrl.core.errors import UserError
 from rewards.judges import instructions
-from rewards.judges.instructions import (
-    Filters,
-    augmented,
-    points,
-    read,
-    self_instruct,
-    twins,
-)
+from rewards.judges.instructions import Filters, augmented, points, read, self_instruct, twins
 from rewards.judges.question import Unreadable
 from tests.fixtures.command import program
 
