@@ -121,7 +121,7 @@ def test_twice_as_long_an_answer_takes_no_more_than_its_share(without_processes,
 
 
 def test_so_does_one_so_short_that_all_rules_look_at_it(without_processes, subtests):
-    for name in ("answer", "choice", "count", "label_set", "maths"):
+    for name in ("answer", "choice", "count", "label_set", "maths", "vqa"):
         with subtests.test(name=name):
             assert not guilty(name, "{}", long=SHORT)
 
