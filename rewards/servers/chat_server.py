@@ -152,7 +152,7 @@ class ChatServer:
         finally:
             given_up.set()  # after an error, waiting requests must not retry
             pool.shutdown(wait=False, cancel_futures=True)
-        if questions and len(refusals) == len(questions):
+        if questions and len(refusals) == len(questions) and not self.usage.numbers()["answers"]:
             raise UserError(f"the judge refuses every question: {refusals[0]}")
         unanswered = sum(value is None for value in values)
         if unanswered and not self._pool.alive():

@@ -35,7 +35,7 @@ from tests.fixtures.tiny_image_rewards import (
 from tests.fixtures.tiny_rewards import TEXTS, asked, pictures, save_tiny_clip
 
 # those name their models themselves
-# heads have no own model that could be missing: test_embedding.py, test_fitted_head.py
+# heads have no own model that could be missing: test_embedding.py
 LOADED = sorted(
     set(TINY_OPTIONS) - {"ocr", "ocr_layout", "per_frame", "video_align", "fitted_head"}
 )

@@ -273,11 +273,13 @@ def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault, monkeypat
     model = server(url, retries=2, concurrency=8, price_in=2.0, price_out=10.0)
     faulty = prompts()
     faulty[1] = {"text": f"fault:{fault}:99 always"}
-    scores = Judge(model)(greys(), faulty)
+    scorer = Scorer({"judge": Judge(model)})
+    scores = scorer(greys(), faulty)["judge"]
     assert scores.isnan().tolist() == [False, True, False, False]
+    assert scorer.failures["judge"].count == 1
     torch.testing.assert_close(scores[[0, 2, 3]], torch.tensor(LEVELS)[[0, 2, 3]])
     counted = model.usage.numbers()
-    assert counted["answers"] == 3 and counted["unanswered"] == 1
+    assert counted["answers"] == 3
     tokens = counted["tokens_in"], counted["tokens_out"]
     assert counted["cost"] == pytest.approx(tokens[0] * 2e-6 + tokens[1] * 10e-6)
 
