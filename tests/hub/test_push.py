@@ -201,7 +201,7 @@ def test_an_upload_arrives_and_nothing_private_in_a_public_repository(run, onlin
 def test_a_refused_upload_keeps_what_was_written(run, online, tmp_path, status):
     with Hub(status or 500) as hub:
         online(hub.address if status else "http://127.0.0.1:9")  # a hub that is not there
-        with pytest.raises(UserError, match="the upload to .* failed") as error:
+        with pytest.raises(UserError, match="refused the upload|the upload to .* failed") as error:
             command.push(run, Push("me/model"))
     message = str(error.value)
     assert ("hf auth login" in message) == (status == 401) and "\n" not in message
@@ -216,12 +216,10 @@ def test_mistakes_are_named_before_anything_is_loaded(run, online, tmp_path, mon
     for name in ("model", "a/b/c", "me/--x", "me/mo del"):
         with pytest.raises(UserError, match="org/name"):
             command.push(run, Push(name))
-    for folder, place, says in (
-        (run, tmp_path.parent, "not empty"),
-        (tmp_path, "x", "no run folder"),
-    ):
-        with pytest.raises(UserError, match=says):
-            command.write(folder, Push("me/model"), tmp_path / place)
+    with pytest.raises(UserError, match="not empty"):
+        command.write(run, Push("me/model"), tmp_path.parent)
+    with pytest.raises(UserError, match="no run folder"):
+        command.write(tmp_path / "nothing", Push("me/model"), tmp_path / "new")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(UserError, match="hf auth login.*--dry-run"):
