@@ -10,12 +10,13 @@ import torch
 from mmrl.apps.ray import connection
 from mmrl.apps.ray.output import LastLines, where
 from mmrl.apps.ray.parcels import opened, packed
-from mmrl.apps.ray.rewards import check_card, foreign, parts_of
+from mmrl.apps.ray.rewards import check_card, parts_of
 from mmrl.apps.ray.rollouts import edges, misfits
 from mmrl.config import build_rewards
 from mmrl.config.building import resolve_rewards, unplaceable
 from mmrl.config.values import Place
 from mmrl.core.errors import UserError
+from mmrl.core.paths import find_config
 from mmrl.core.registry import REWARDS
 from mmrl.core.types import Completion
 from mmrl.experiment.build import read
@@ -33,36 +34,24 @@ def installed(monkeypatch, number):
     monkeypatch.setattr(connection, "version", version)
 
 
-@pytest.mark.parametrize(
-    "number, message",
-    [
+def test_ray_absent_or_of_another_version_or_not_starting_is_a_sentence(monkeypatch):
+    for number, message in (
         (None, r"Ray is not installed.*pip install 'multimodal-rl\[ray\]'"),
         ("2.59.1", r"Ray 2\.59\.1 is installed, and mmrl works with Ray 2\.60"),
-        ("2.600.0", r"Ray 2\.600\.0 is installed"),
-    ],
-)
-def test_ray_absent_or_another_version_is_a_sentence(monkeypatch, number, message):
-    installed(monkeypatch, number)
-    with pytest.raises(UserError, match=message):
-        connection.join()
-    (entry,) = resolve_rewards(PLACED, REWARDS, Place.of("reward"), []).items()
-    (problem,) = unplaceable(*entry)  # found by the check of a configuration, too
-    assert problem.startswith("reward.jpeg_compressibility: Ray ")
+    ):
+        installed(monkeypatch, number)
+        with pytest.raises(UserError, match=message):
+            connection.join()
+        (entry,) = resolve_rewards(PLACED, REWARDS, Place.of("reward"), []).items()
+        (problem,) = unplaceable(*entry)  # found by the check of a configuration, too
+        assert problem.startswith("reward.jpeg_compressibility: Ray ")
 
-
-def test_the_supported_version_is_taken(monkeypatch):
-    installed(monkeypatch, "2.60.0")
-    connection.check_version()
-
-
-def test_a_node_that_does_not_start_in_time_is_a_sentence(monkeypatch):
-    """On a busy machine: Ray raises Exception itself."""
-
-    def init(**_):
+    def init(**_):  # on a busy machine: Ray raises Exception itself
         raise Exception("The current node timed out during startup.\n\nThis could happen")
 
     ray = SimpleNamespace(is_initialized=lambda: False, init=init)
     installed(monkeypatch, "2.60.0")
+    connection.check_version()
     monkeypatch.setattr(connection.importlib, "import_module", lambda name: ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match="could not be started on this machine: The current node"):
@@ -81,61 +70,49 @@ def test_no_cluster_at_the_address(monkeypatch):
         connection.join("10.0.0.1")
 
 
-class Nodes:
-    """Stands for the module ``ray``, of which only the nodes are asked."""
-
-    def __init__(self, *resources):
-        self.resources = resources
-
-    def nodes(self):
-        return [{"Alive": True, "Resources": resources} for resources in self.resources]
-
-
 def test_a_place_that_does_not_fit_is_a_sentence():
-    three = Nodes({"CPU": 4.0}, {"CPU": 4.0}, {"CPU": 4.0})
+    nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}] * 3
+    three = SimpleNamespace(nodes=lambda: nodes)  # all that is asked of the module ray
     connection.check_fit(three, [{"CPU": 1}] * 12, "this run")
-    with pytest.raises(UserError, match="this run needs 8 GPUs, and the Ray cluster has 0 on 3"):
-        connection.check_fit(three, [{"GPU": 8}], "this run")
-    with pytest.raises(UserError, match="needs 13 CPUs"):
-        connection.check_fit(three, [{"CPU": 1}] * 13, "this run")
-    with pytest.raises(UserError, match="needs 6 CPUs on one node, and the largest has 4"):
-        connection.check_fit(three, [{"CPU": 6}], "this run")
+    for wanted, sentence in (
+        ([{"GPU": 8}], "this run needs 8 GPUs, and the Ray cluster has 0 on 3"),
+        ([{"CPU": 1}] * 13, "needs 13 CPUs"),
+        ([{"CPU": 6}], "needs 6 CPUs on one node, and the largest has 4"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            connection.check_fit(three, wanted, "this run")
 
 
 def test_options_of_workers_belong_to_a_place():
-    with pytest.raises(UserError, match="add `place: ray`"):
-        build_rewards({"jpeg_compressibility": {"workers": 2}})
-    with pytest.raises(UserError, match="offload makes room"):
-        build_rewards({"jpeg_compressibility": {"place": "ray", "offload": True}})
+    for options, sentence in (
+        ({"workers": 2}, "add `place: ray`"),
+        ({"place": "ray", "offload": True}, "offload makes room"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            build_rewards({"jpeg_compressibility": options})
     with pytest.raises(UserError, match="all samples of an iteration in one call"):
         check_card("r", Card(of="batch"))
+
+
+CORRECTED = "objective.policy_gradient.importance_sampling={mode: mask}"
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (["ray.staleness=1"], "ray.staleness: the trainers sample themselves"),
-        (["ray.rollout_workers=3", "ray.trainers=2"], "shared evenly by 2 trainers"),
-        (["ray.rollout_workers=1", "ray.staleness=1"], "importance_sampling, such as"),
+        (["staleness=1"], "ray.staleness: the trainers sample themselves"),
+        (["rollout_workers=3", "ray.trainers=2"], "shared evenly by 2 trainers"),
+        (["rollout_workers=1", "ray.staleness=1"], "importance_sampling, such as"),
         (
-            ["ray.rollout_workers=1", "ray.staleness=1", "train.dynamic_sampling_rounds=1"],
+            ["rollout_workers=1", "ray.staleness=1", "train.dynamic_sampling_rounds=1"],
             "train.dynamic_sampling_rounds: it does not work with sampling ahead",
         ),
-        (["ray.rollout_workers=1"], ""),
-        (
-            [
-                "ray.rollout_workers=1",
-                "ray.staleness=1",
-                "objective.policy_gradient.importance_sampling={mode: mask}",
-            ],
-            "",
-        ),
+        (["rollout_workers=1"], ""),
+        (["rollout_workers=1", "ray.staleness=1", CORRECTED], ""),
     ],
 )
 def test_what_workers_cannot_do_is_said(changes, message):
-    from mmrl.core.paths import find_config
-
-    configuration = read(find_config("digits/flow_grpo"), changes)
+    configuration = read(find_config("digits/flow_grpo"), [f"ray.{changes[0]}", *changes[1:]])
     text = "\n".join(misfits(configuration))
     assert message in text and bool(message) == bool(text)
 
@@ -176,10 +153,3 @@ def test_a_worker_is_named_with_its_last_lines(monkeypatch):
     text = lines.of(f"a worker {where(7, '10.0.0.1')} has died")
     assert "line 29" in text and "line 10" in text and "line 9\n" not in text
     assert "another" not in text and lines.of("nobody") == ""
-
-
-def test_plug_ins_are_named_by_their_files():
-    from tests.fixtures import ray_rewards
-
-    assert "tests.fixtures.ray_rewards" in foreign([ray_rewards.failing])
-    assert not [name for name in foreign() if name.startswith(("mmrl", "rewards."))]

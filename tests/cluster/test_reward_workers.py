@@ -81,10 +81,9 @@ def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored(cluster, plac
 
 def test_samples_that_end_every_worker_are_an_error_with_its_last_output(cluster, placed, tmp_path):
     scorer = placed("suicidal", workers=1, folder=str(tmp_path), always=True)
-    with pytest.raises(UserError, match=r"3 workers have died of the same samples") as caught:
+    with pytest.raises(UserError, match="3 workers have died of the same samples") as caught:
         values(scorer)
     assert "the last words of a reward" in str(caught.value)
-    assert "(process " in str(caught.value)
 
 
 def test_a_node_that_dies_in_the_middle_loses_no_sample(cluster, placed, tmp_path):

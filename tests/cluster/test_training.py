@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -119,33 +118,3 @@ def test_too_many_deaths_are_an_error_with_the_last_output(cluster, desk, capsys
     with pytest.raises(UserError, match="ray.max_restarts=0 are used up") as caught:
         on_ray("dies.yaml", "lost", "ray.max_restarts=0")
     assert "the last words of a trainer" in str(caught.value)
-
-
-def test_mistakes_are_sentences_before_anything_is_loaded(cluster, desk):
-    with pytest.raises(UserError, match="this run needs 8 GPUs, and the Ray cluster has 0 on 3"):
-        on_ray("run.yaml", "none", "ray.gpus_per_trainer=8")
-    with pytest.raises(UserError, match="unknown engine 'rey'; known: ray"):
-        command.train("rey", Path("run.yaml"), [])
-    assert not (desk / "none").exists()
-
-
-def test_a_node_that_dies_under_a_trainer_is_survived(cluster, desk, capsys):
-    """The last of the module: there are two nodes left, which is enough for the two trainers."""
-    import ray._private.state as known
-
-    def killed():
-        log = desk / "bereft" / "metrics.jsonl"
-        waiting.until(lambda: log.exists() and log.read_text().count("\n") >= 2)
-        trainers = [a for a in known.actors().values() if a["ActorClassName"] == "TrainerRank"]
-        places = {a["Address"]["NodeID"] for a in trainers if a["State"] == "ALIVE"}
-        node = next(node for node in cluster.worker_nodes if node.node_id in places)
-        cluster.remove_node(node, allow_graceful=False)
-
-    thread = threading.Thread(target=killed)
-    thread.start()
-    whole = ["ray.trainers=2", "ray.cpus_per_trainer=1", "train.iterations=60"]
-    assert on_ray("run.yaml", "bereft", *whole) == 0
-    thread.join()
-    assert "going on from the last checkpoint (1 of 3 restarts)" in capsys.readouterr().out
-    assert on_ray("run.yaml", "whole", *whole) == 0
-    assert equal(desk / "bereft", desk / "whole")

@@ -7,23 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from mmrl.apps.dry_run import architectures, rehearsal
-from mmrl.apps.dry_run.estimate import Run, estimate, fit, measure
-from mmrl.apps.dry_run.fakes import Fakes
+from mmrl.apps.dry_run.estimate import estimate, fit, measure
 from mmrl.apps.dry_run.page import lines
-from mmrl.apps.dry_run.rehearsal import Stage
 from mmrl.apps.dry_run.tracked import tracked
 from mmrl.cli.app import app
 from mmrl.config.options import TrainOptions
 from mmrl.core.cards import CARDS, Devices, devices
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in, locate
+from samplers.batching import peak_bytes
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
 from tests.policies.diffusion.test_any_pipeline import FAMILIES, place_of
@@ -35,17 +32,18 @@ ROOT = Path(__file__).parents[2] / "configs"
 PLAIN = TrainOptions(2, 2, 4, 1)
 
 
-def real(case, **options):
-    """Track a pass of the real tiny model, made and scored as training does."""
-    policy = make(case, fixed_batch_rows=2, **options)
+def passing(policy):
+    """A function that scores what the policy has sampled."""
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS[:1], 2, Rng.of("same"))
     point = next(iter(policy.path(rollout)))
+    return lambda: policy.dist(point).log_prob(point.target)
 
-    def update():
-        policy.dist(point).log_prob(point.target).sum().backward()
 
-    return policy, tracked(update, [policy.net])
+def real(policy):
+    """Track a pass of the real tiny model, made and scored as training does."""
+    score = passing(policy)
+    return tracked(lambda: score().sum().backward(), [policy.net])
 
 
 def rehearsed(case, **options):
@@ -55,45 +53,41 @@ def rehearsed(case, **options):
     return rehearsal.rehearse(rehearsal.flow(POLICIES[name], place, chosen, PLAIN, 2))
 
 
-@pytest.mark.parametrize("case", ["sd", "sdxl", "flux", "wan-two"])
-def test_memory_on_fakes_is_within_a_tenth_of_a_real_pass(case):
-    policy, measured = real(case, guidance_scale=2.0)
-    guess = rehearsed(case, guidance_scale=2.0)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("sdxl", {"guidance_scale": 2.0}),
+        ("flux", {"guidance_scale": 2.0}),
+        ("flux", {"lora": 2}),
+        ("flux", {"lora": 2, "quantization": "nf4"}),
+        ("wan-two", {"guidance_scale": 2.0}),
+    ],
+)
+def test_memory_on_fakes_is_within_a_tenth_of_a_real_pass(case, options):
+    policy = make(case, fixed_batch_rows=2, **options)
+    measured = real(policy)
+    guess = rehearsed(case, **options)
+    assert guess.bytes_parameters == sum(p.nbytes for p in policy.net.parameters())
     assert guess.update.memory["total"] == pytest.approx(measured.memory["total"], rel=0.1)
     for part in ("parameters", "activations"):
         assert guess.update.memory[part] == pytest.approx(measured.memory[part], rel=0.1), part
     assert guess.update.flops == pytest.approx(measured.flops, rel=0.1)
-    assert guess.parameters == sum(p.numel() for p in policy.net.parameters())
-
-
-def test_adapters_and_checkpointing_are_those_of_a_real_pass():
-    policy, measured = real("flux", lora=2)
-    guess = rehearsed("flux", lora=2)
     assert guess.trained == sum(p.numel() for p in policy.net.parameters() if p.requires_grad)
-    assert guess.update.memory["total"] == pytest.approx(measured.memory["total"], rel=0.1)
-    assert 2 < guess.update.flops / guess.sampling.flops < 3.5
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_a_replayed_pipeline_is_looked_at_by_its_family(name):
+def test_a_replayed_pipeline_is_looked_at_by_its_family():
     """Against a real pass of the replay, whose networks make the same ones."""
-    options = {"guidance_scale": 2.0} if name == "sd3" else {"lora": 2}
+    name, options = "sd3", {"guidance_scale": 2.0}
     _, call = FAMILIES[name]
     policy = replayed(name, call, fixed_batch_rows=2, **options)
-    with torch.no_grad():
-        rollout = policy.rollout(PROMPTS[:1], 2, Rng.of("same"))
-    point = next(iter(policy.path(rollout)))
-    real = tracked(lambda: policy.dist(point).log_prob(point.target).sum().backward(), [policy.net])
+    measured = real(policy)
     written = {"path": place_of(name), "call": call} | options
     changes = [f"policy.pipeline.{key}={json.dumps(value)}" for key, value in written.items()]
     run = measure(ROOT / "digits" / "pipeline.yaml", [*changes, *SMALL], 1)
-    assert run.report.stand_in == name and run.report.network_rows == 1 + (name == "sd3")
-    assert run.measured.update.flops == real.flops
+    assert run.report.stand_in == name and run.report.network_rows == 2
+    assert run.measured.update.flops == measured.flops
     activations = run.measured.update.memory["activations"]
-    assert activations == pytest.approx(real.memory["activations"], rel=0.01)
-    assert run.measured.trained == sum(
-        p.numel() for p in policy.net.parameters() if p.requires_grad
-    )
+    assert activations == pytest.approx(measured.memory["activations"], rel=0.01)
     assert f"estimated as if it were the built-in family {name}" in next(iter(lines(run.report)))
 
 
@@ -113,27 +107,19 @@ def test_buffers_have_the_type_they_are_loaded_in(case, kind):
 def test_conditions_are_those_that_a_rollout_holds():
     policy = make("flux")
     held = policy.encode(PROMPTS[:2])
+    uncond = held.pop("uncond", {})
     each, empty = rehearsed("flux").conditions
-    real_bytes = [sum(x.nbytes for x in tree_leaves(part)) for part in _parted(held)]
-    assert real_bytes == [2 * each, empty]
-
-
-def _parted(cond):
-    return {n: x for n, x in cond.items() if n != "uncond"}, cond.get("uncond", {})
+    found = [sum(x.nbytes for x in tree_leaves(part)) for part in (held, uncond)]
+    assert found == [2 * each, empty]
 
 
 def test_the_tracker_counts_what_torch_allocates():
     """The peak beside the weights, against the CPU allocator as torch's profiler sees it."""
-    from samplers.batching import peak_bytes
-
     policy = make("flux", fixed_batch_rows=2)
-    with torch.no_grad():
-        rollout = policy.rollout(PROMPTS[:1], 2, Rng.of("same"))
-    point = next(iter(policy.path(rollout)))
-    sums = []
+    score, sums = passing(policy), []
 
     def forward():
-        sums.append(policy.dist(point).log_prob(point.target))
+        sums.append(score())
 
     kept = tracked(forward, [policy.net]).memory
     sums.clear()
@@ -171,26 +157,6 @@ def test_a_mixture_of_experts_is_passed_through_by_few_of_them():
     assert flops / (2 * tokens * (met + trained)) == pytest.approx(1.0, abs=0.01)
 
 
-def test_the_tracker_sees_the_peak_that_torchs_own_sees():
-    def stage() -> Stage:
-        fakes = Fakes()
-        with torch.device("meta"):
-            net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-        fakes.fill(net)
-        x = fakes.empty(32, 64)
-        return Stage(net, 32, lambda: net(x).square())
-
-    ours = rehearsal.rehearse(stage()).update.memory["total"]
-    plain = stage()
-    tracker = MemTracker()
-    tracker.track_external(plain.net)
-    with tracker:
-        plain.score().sum().backward()
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    # torch's hooks hold gradients a little longer
-    assert ours == pytest.approx(peak["Total"], rel=0.02)
-
-
 def test_cards_are_read_and_others_named():
     assert devices("8xH100") == Devices(8, CARDS["H100"]) == devices("8 x NVIDIA-h100")
     assert devices("A100").card.name == "A100-80" and devices("rtx 4090").count == 1
@@ -208,12 +174,8 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def run() -> Run:
-    return measure(ROOT / "digits" / "flow_grpo.yaml", SMALL, 2)
-
-
-def test_shards_share_out_weights_and_their_traffic_is_counted_by_hand(run):
+def test_shards_share_out_weights_and_their_traffic_is_counted_by_hand():
+    run = measure(ROOT / "digits" / "flow_grpo.yaml", SMALL, 2)
     cards = devices("2xH100")
     copies = estimate(run, cards, sharded=False)
     shards = estimate(run, cards, sharded=True)
@@ -250,12 +212,10 @@ def test_the_command_prints_cards_and_refuses_what_it_cannot_say():
     ("path", "billions"),
     [
         ("deepseek-community/Janus-Pro-1B", 2.08),
-        ("deepseek-community/Janus-Pro-7B", 7.42),
         ("GSAI-ML/LLaDA-8B-Instruct", 8.02),
         ("OpenGVLab/InternVL3-8B-hf", 7.94),
         ("Qwen/Qwen3.5-35B-A3B", 35.1),
         ("amused/amused-256", 0.603),
-        ("hub:peizesun/llamagen_c2i/c2i_L_384.pt", 0.343),
         ("hub:peizesun/llamagen_t2i/t2i_XL_stage1_256.pt", 0.775),
         ("hub:FoundationVision/var/var_d16.pth", 0.310),
     ],

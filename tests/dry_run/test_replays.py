@@ -3,9 +3,9 @@ real pass takes."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -16,18 +16,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
-from mmrl.apps.dry_run import published, replays
+from mmrl.apps.dry_run import published, rehearsal, replays
 from mmrl.apps.dry_run.dryrun import dry_run
 from mmrl.apps.dry_run.estimate import _passes, measure
 from mmrl.apps.dry_run.fakes import Fakes
 from mmrl.apps.dry_run.page import lines
-from mmrl.apps.dry_run.rehearsal import flow, rehearse
+from mmrl.apps.dry_run.rehearsal import rehearse
 from mmrl.apps.dry_run.tracked import passed, tracked
 from mmrl.cli.app import app
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.experiment import build
+from mmrl.policies.diffusion.pipeline_folder import class_of
 from tests.fixtures import tiny_diffusers, tiny_modular
 from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_modular import ALONE
@@ -35,6 +36,9 @@ from tests.policies.diffusion.test_modular import ALONE
 load_built_in()
 CONFIG = Path(__file__).parents[2] / "configs" / "digits" / "pipeline.yaml"
 PLAIN = TrainOptions(2, 2, 4, 1)
+ONE = TrainOptions(1, 2, 2, 1)
+MODELS = published.table()["models"]
+ENCODED = [name for name, model in MODELS.items() if "encodings" in model]
 WORDS = 16  # of a prompt: the tiny models have no room for more
 SMALL = [
     *("train.prompts_per_iteration=2", "train.group_size=4", "train.train_batch_size=4"),
@@ -74,7 +78,6 @@ def real(place, options):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("cogview4", {"guidance_scale": 2.5}),
         ("sana_sprint", {}),  # noise of the pipeline's own sampler
         ("hunyuan_i2v", {}),  # steps a part of its latents
         ("ltx2", {"lora": 2}),  # two states
@@ -94,29 +97,6 @@ def test_a_pass_on_fakes_is_a_real_one(name, options):
     assert guess.decoding is not None and guess.decoding.flops > 0
     known = {name: x.dtype for name, x in policy.net.named_buffers()}
     assert {name: x.dtype for name, x in stage.net.named_buffers()} == known
-
-
-def test_a_published_model_is_what_its_family_says(tmp_path):
-    """FLUX.1 dev, but for the number of its layers, by the family's own conditions and by the
-    pipeline's code."""
-    place = Path(shutil.copytree(published.folder("black-forest-labs/FLUX.1-dev"), tmp_path / "a"))
-    config = json.loads((place / "transformer" / "config.json").read_text())
-    few = config | {"num_layers": 2, "num_single_layers": 2}
-    (place / "transformer" / "config.json").write_text(json.dumps(few))
-    known = {"encode_prompt": [{"shape": [512, 4096]}, {"shape": [768]}, {"plain": [512, 3]}]}
-    there = Path(shutil.copytree(place, tmp_path / "b"))
-    (there / published.ENCODINGS).write_text(json.dumps(known))
-    index = json.loads((there / "model_index.json").read_text())
-    blank = dict.fromkeys(published.parts_of(index["_class_name"]), [None, None])
-    (there / "model_index.json").write_text(json.dumps(blank | index))
-    train = replace(PLAIN, precision="bf16", gradient_checkpointing=True)
-    shared = {"steps": 4, "dtype": "bfloat16", "lora": 32}
-    call = {"call": {"height": 512, "width": 512}}
-    ours = rehearse(replays.replayed(there, shared | call, train, 2), decode=False)
-    family = rehearse(flow(POLICIES["flux"], place, shared | {"size": 512}, train, 2), decode=False)
-    assert ours.update.flops == family.update.flops and ours.trained == family.trained
-    for part in ("parameters", "activations", "total"):
-        assert ours.update.memory[part] == pytest.approx(family.update.memory[part], rel=1e-3), part
 
 
 def changes(name, **options):
@@ -188,16 +168,14 @@ def test_no_weights_are_read(tmp_path):
     found = dry_run(CONFIG, [*changes("cogview4"), *bare])
     whole = dry_run(CONFIG, changes("cogview4"))
     assert found.rehearsed == whole.rehearsed and found.counted == whole.counted
-    assert "forwards" in "\n".join(lines(found)) and hasattr(diffusers, "CogView4Pipeline")
 
 
-def test_a_pipeline_that_needs_numbers_is_told_in_a_sentence(monkeypatch):
+def test_a_pipeline_that_needs_numbers_is_a_sentence(monkeypatch):
     def stopped(*_):
         raise RuntimeError("aten.bincount needs numbers\nand more")
 
     monkeypatch.setattr(replays, "replayed", stopped)
     text = "\n".join(lines(dry_run(CONFIG, changes("cogview4"))))
-    assert "forwards" not in text
     assert "unknown     passes of the network and memory: on fake weights" in text
     with pytest.raises(UserError, match="--devices: unknown: .*bincount needs numbers; or leave"):
         measure(CONFIG, changes("cogview4"), 1)
@@ -233,3 +211,70 @@ def test_the_size_that_binning_would_sample_is_refused_and_defaults_are_listed()
     binned = "policy.pipeline.call=" + json.dumps(asked | {"use_resolution_binning": True})
     with pytest.raises(UserError, match="samples 1024 x 1024"):
         dry_run(CONFIG, [*changes("sana"), binned])
+
+
+def test_what_stands_in_the_table_is_what_the_meta_device_counts():
+    known = MODELS["Alpha-VLLM/Lumina-Image-2.0"]
+    nets = {
+        part: published.on_meta(config["_class_name"], config)
+        for part, config in known["parts"].items()
+        if part in known["parameters"]
+    }
+    assert {part: published.parameters(net) for part, net in nets.items()} == known["parameters"]
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_every_entry_is_a_folder_of_its_pipeline(name):
+    known = MODELS[name]
+    cls = getattr(diffusers, known["pipeline"])
+    taken = inspect.signature(cls.__init__).parameters
+    assert set(known["parts"]) | set(known.get("index", {})) <= set(taken)
+    assert all(hasattr(cls, method) for method in known["encodings"])
+    index = json.loads((published.folder(name) / "model_index.json").read_text())
+    for part, config in known["parts"].items():
+        of_part = class_of(index[part])
+        values = of_part.load_config(published.folder(name), subfolder=part)
+        assert {key: values[key] for key in config} == config
+        assert set(config) <= {"_class_name", *inspect.signature(of_part.__init__).parameters}
+
+
+def test_encodings_are_of_as_many_rows_as_prompts():
+    def made(returned):
+        return replays.encoding(returned, 3, torch.bfloat16)
+
+    text, mask, none = made([{"shape": [5, 2]}, {"mask": [5]}, None])
+    assert text.shape == (3, 5, 2) and text.dtype == torch.bfloat16 and none is None
+    assert mask.tolist() == [[1] * 5] * 3 and mask.dtype == torch.long
+    assert made({"shape": [4, "rows", 5, 2]}).shape == (4, 3, 5, 2)
+    assert made({"plain": [5, 3]}).shape == (5, 3)
+    assert made({"lengths": 5}).tolist() == [0, 5, 10, 15]
+    (texts,) = made([{"rows": [{"rows": {"shape": [5, 2]}}]}])
+    assert [[text.shape for text in row] for row in texts] == [[(5, 2)]] * 3
+
+
+def test_a_replay_on_fakes_takes_what_the_family_of_the_same_pipeline_takes(tmp_path):
+    """Without encoders, and without a tokenizer: its folder says what they would return."""
+    whole = tiny_diffusers.folder("flux")
+    place = tmp_path / "flux"
+    shutil.copytree(whole, place)
+    index = json.loads((place / "model_index.json").read_text())
+    for part in ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"):
+        shutil.rmtree(place / part)
+        index[part] = [None, None]
+    (place / "model_index.json").write_text(json.dumps(index))
+    config = json.loads((place / "transformer/config.json").read_text())
+    widths = config["joint_attention_dim"], config["pooled_projection_dim"]
+    encoded = [{"shape": [8, widths[0]]}, {"shape": [widths[1]]}, {"plain": [8, 3]}]
+    (place / published.ENCODINGS).write_text(json.dumps({"encode_prompt": encoded}))
+    options = {"steps": 3, "lora": 2, "fixed_batch_rows": 2}
+    call = {"height": 16, "width": 16, "max_sequence_length": 8}
+    stage = replays.replayed(place, options | {"call": call}, ONE, 2)
+    flow = options | {"path": str(whole), "size": 16, "text_length": 8}
+    family = rehearsal.flow(POLICIES["flux"], whole, flow, ONE, 2)
+    once, plain = rehearsal.rehearse(stage), rehearsal.rehearse(family)
+    assert stage.network_rows == 1 and stage.policy.encoder_parameters == 0
+    assert once.update.flops == plain.update.flops > 0
+    assert once.sampling.flops == plain.sampling.flops
+    for part in ("parameters", "activations"):
+        assert once.update.memory[part] == pytest.approx(plain.update.memory[part], rel=0.01), part
+    assert once.trained == plain.trained > 0

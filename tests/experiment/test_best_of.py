@@ -12,7 +12,6 @@ from mmrl.data.prompts import development_and_test
 from mmrl.experiment import evaluation
 from mmrl.experiment.build import Session
 from mmrl.experiment.evaluation import BestOf
-from mmrl.monitoring.diversity import diversity_of_prompts, portrait
 from mmrl.scoring import Scorer
 from rewards.base.groups import groups_of
 from rewards.card import card
@@ -35,7 +34,7 @@ def commonest(media, prompts):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_the_best_is_that_of_a_loop(count):
+def test_the_best_is_that_of_a_loop_and_never_one_without_a_score(count):
     media = torch.rand(12, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     prompts = [{"text": str(i // count)} for i in range(12)]
     chosen, of_prompt = BestOf(count, Scorer({"b": brightness})).choose(media, prompts)
@@ -43,14 +42,10 @@ def test_the_best_is_that_of_a_loop(count):
         rows = range(i * count, (i + 1) * count)
         best = max(rows, key=lambda row: float(media[row].mean()))
         assert torch.equal(chosen[i], media[best]) and of_prompt[i] is prompts[best]
-
-
-def test_a_sample_without_a_score_never_wins():
     values = {"a": math.nan, "b": -5.0, "c": math.nan, "d": math.nan}
     reward = lambda media, prompts: torch.tensor([values[text] for text in media])  # noqa: E731
     best = BestOf(2, Scorer({"v": reward}, max_failures=1.0))
-    chosen, _ = best.choose(["a", "b", "c", "d"], [{"text": "x"}] * 4)
-    assert chosen == ["b", "c"]
+    assert best.choose(["a", "b", "c", "d"], [{"text": "x"}] * 4)[0] == ["b", "c"]
 
 
 def test_a_vote_is_held_among_the_candidates_of_one_sample():
@@ -64,7 +59,7 @@ def test_evaluation_scores_the_best_and_keeps_prompts_apart():
     trainer = make_trainer("flow")
     options = EvaluateOptions(prompts=3, num_samples=2)
     prompts = list(trainer.prompts[:3])
-    scorer = Scorer({"b": lambda media, prompts: media.flatten(1).mean(1)})
+    scorer = Scorer({"b": brightness})
     policy = trainer.policy
     plain = evaluation.scores(policy, prompts, scorer, options)
     assert plain.rewards["b"].shape == (3, 2) and plain.diversity.shape == (3,)
@@ -91,37 +86,10 @@ def test_candidates_in_parts_are_those_of_one_draw(monkeypatch):
     monkeypatch.setattr(evaluation, "MOST_CANDIDATES", 16)
     parts, same = evaluation.sample(policy, prompts, 2, 0, best=best)
     assert drawn == [16, 8] and torch.allclose(parts, whole, atol=1e-6) and same == rows
-    assert evaluation.joined([["a"], ["b", "c"]]) == ["a", "b", "c"]
-
-
-def test_diversity_of_prompts_is_that_of_each_prompt_alone():
-    images = torch.rand(8, 3, 4, 4, generator=torch.Generator().manual_seed(1))
-    texts = ["a", "ab", "abc", "abc", "", "x", "y", "y"]
-    for media in (images, texts):
-        values = diversity_of_prompts(media, 4).tolist()
-        for i, value in enumerate(values):
-            alone = portrait(media[i * 4 : i * 4 + 4], torch.zeros(4, dtype=torch.long))
-            assert value == pytest.approx(alone["samples/diversity"], abs=1e-12)
-    assert diversity_of_prompts(images, 1).isnan().all()
 
 
 def test_evaluation_takes_the_half_that_is_named():
-    prompts = [{"text": f"a picture of {i}"} for i in range(20)]
-    development, test = development_and_test(prompts)
-
-    def chosen(split, held_out=prompts):
-        source = SimpleNamespace(held_out=held_out, train=prompts[:1])
-        return Session.prompts(
-            SimpleNamespace(source=source, evaluation=EvaluateOptions(split=split))
-        )
-
-    assert chosen("all") == prompts and chosen("test") == test
-    assert chosen("development") == development and chosen("test", []) == prompts[:1]
-    with pytest.raises(UserError, match=r"evaluate\.split=development: 1 held-out prompts are too"):
-        chosen("development", prompts[:1])
-
-
-def test_halves_share_no_text_and_stay_when_prompts_are_added():
+    """They share no text, and stay when prompts are added."""
     prompts = [{"text": f"a picture of {i}"} for i in range(60)]
     development, test = development_and_test(prompts)
     assert 15 < len(test) < 45 and len(development) + len(test) == 60
@@ -129,6 +97,13 @@ def test_halves_share_no_text_and_stay_when_prompts_are_added():
     assert [p for p in longer[1] if p["text"] != "new"] == test
     twice = development_and_test([*prompts, *prompts[:20]])
     assert not {p["text"] for p in twice[0]} & {p["text"] for p in twice[1]}
-    questions = [{"text": "how many?", "image": i} for i in range(40)]
-    halves = development_and_test(questions)
-    assert min(map(len, halves)) > 8 and development_and_test([{"text": "one"}])[0] == []
+
+    def chosen(split, held_out=prompts):
+        source = SimpleNamespace(held_out=held_out, train=prompts[:1])
+        session = SimpleNamespace(source=source, evaluation=EvaluateOptions(split=split))
+        return Session.prompts(session)
+
+    assert chosen("all") == prompts and chosen("test") == test
+    assert chosen("development") == development and chosen("test", []) == prompts[:1]
+    with pytest.raises(UserError, match=r"evaluate\.split=development: 1 held-out prompts are too"):
+        chosen("development", prompts[:1])

@@ -1,7 +1,6 @@
 """A budget ends a run with the iteration that exceeds it, and goes on counting after a resume."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +14,7 @@ from tests.train.test_trainer import make_trainer
 
 
 def run_of(folder, budget, resume=False):
-    trainer = make_trainer("flow")
-    trainer.options = replace(trainer.options, iterations=6, budget=budget)
+    trainer = make_trainer("flow", iterations=5 if resume else 3, budget=budget)
     start = len((folder / "metrics.jsonl").read_text().splitlines()) if resume else 0
     trainer.iteration = start
     scorer = SimpleNamespace(
@@ -45,13 +43,13 @@ def test_a_run_ends_with_the_iteration_that_exceeds_its_budget(name, tmp_path):
     first = run_of(tmp_path / "first", None)
     first.loop()
     (each, *_) = (line[loop.COSTS[name]] for line in lines(tmp_path / "first"))
-    assert first.trainer.iteration == 6 and not first.finished
-    limited = run_of(tmp_path / "limited", Budget(**{name: int(2 * each + 1)}))
+    assert first.trainer.iteration == 3 and not first.finished
+    limited = run_of(tmp_path / "limited", Budget(**{name: int(each + 1)}))
     limited.loop()
-    assert limited.trainer.iteration == 3 and limited.finished.endswith(f"{name} spent")
-    exact = run_of(tmp_path / "exact", Budget(**{name: int(2 * each)}))
+    assert limited.trainer.iteration == 2 and limited.finished.endswith(f"{name} spent")
+    exact = run_of(tmp_path / "exact", Budget(**{name: int(each)}))
     exact.loop()
-    assert exact.trainer.iteration == 2
+    assert exact.trainer.iteration == 1
 
 
 def test_processor_time_is_that_of_iterations_and_counts_on_after_a_resume(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """What a resume may change, what it warns of, and what it refuses."""
 
-import copy
 import json
 from pathlib import Path
 
@@ -47,46 +46,30 @@ def effects(folder, *overrides, plain=PLAIN):
 def test_the_table_of_changes(tmp_path, subtests):
     for override, path, effect in [
         ("train.iterations=20", "train.iterations", "free"),
-        ("train.save_every=3", "train.save_every", "free"),
         ("train.micro_batch_size=4", "train.micro_batch_size", "free"),
-        ("log.tensorboard=false", "log.tensorboard", "free"),
         ("evaluate.num_samples=3", "evaluate.num_samples", "free"),
         ("policy.sd3.fixed_batch_rows=4", "policy.sd3.fixed_batch_rows", "free"),
         ("optimizer.adamw.lr=1e-4", "optimizer.adamw.lr", "warned"),
-        ("train.max_grad_norm=2.0", "train.max_grad_norm", "warned"),
         ("policy.sd3.steps=9", "policy.sd3.steps", "warned"),
-        (
-            "reward.jpeg_compressibility=2.0",
-            "reward.jpeg_compressibility.weight",
-            "warned",
-        ),
+        ("reward.jpeg_compressibility=2", "reward.jpeg_compressibility.weight", "warned"),
         ("train.seed=1", "train.seed", "refused"),
         ("train.ema=0.9", "train.ema", "refused"),
         ("policy.sd3.path=./other", "policy.sd3.path", "refused"),
-        ("policy.sd3.lora=4", "policy.sd3.lora", "refused"),
         ("data={digits: {kind: pairs}}", "data.digits.kind", "refused"),
         ("objective=dgpo", "objective", "refused"),
         ("objective.policy_gradient.kl=0.1", "objective.policy_gradient.kl", "refused"),
-        ("advantage=ddpo", "advantage", "refused"),
         ("advantage=grpo", "advantage.group.eps", "refused"),
-        ("optimizer=sgd", "optimizer", "refused"),
         ("reward={jpeg_incompressibility: 1.0}", "reward", "refused"),
     ]:
         with subtests.test(override=override, path=path):
             assert effects(tmp_path, override) == {path: effect}
-
-
-def test_a_schedule_that_ends_later_is_another_schedule(tmp_path):
-    plain = copy.deepcopy(PLAIN)
-    plain["train"]["lr_schedule"] = "cosine"
-    assert effects(tmp_path, "train.iterations=20", plain=plain) == {"train.iterations": "warned"}
+    cosine = PLAIN | {"train": PLAIN["train"] | {"lr_schedule": "cosine"}}  # ends later: another
+    assert effects(tmp_path, "train.iterations=20", plain=cosine) == {"train.iterations": "warned"}
 
 
 def test_what_is_written_otherwise_and_means_the_same_is_no_change(tmp_path, subtests):
     for override in [
         "advantage={group: {ddof: 1, eps: 1e-8}}",
-        "advantage={dance_grpo: {eps: 1e-8}}",
-        "train.seed=0",
         "train.ema=null",
         "data={digits: {}}",
         "reward=[jpeg_compressibility]",
@@ -94,14 +77,6 @@ def test_what_is_written_otherwise_and_means_the_same_is_no_change(tmp_path, sub
     ]:
         with subtests.test(override=override):
             assert effects(tmp_path, override) == {}
-
-
-def test_a_preset_and_what_it_fills_in_are_equal(tmp_path):
-    plain = {key: PLAIN[key] for key in ("policy", "data", "reward", "train")}
-    preset = loaded(tmp_path, plain | {"preset": "paper/flow_grpo"})
-    stored = yaml.safe_load(changes.text_of(preset))
-    del stored["preset"]
-    assert list(changes.changes(preset, loaded(tmp_path, stored))) == []
 
 
 def test_the_refusal_is_one_sentence_with_the_remedies(tmp_path):
@@ -114,13 +89,6 @@ def test_the_refusal_is_one_sentence_with_the_remedies(tmp_path):
     assert "--accept-changes" in str(error.value) and "\n" not in str(error.value)
     warnings = changes.admit(before, now, Path("runs/a"), accept=True)
     assert len(warnings) == 3 and any("lr was 0.001 and is now 0.0001" in x for x in warnings)
-
-
-def test_a_checkpoint_of_another_version_is_no_obstacle(tmp_path, subtests):
-    for stored in [None, "policy: {gone: {}}", "[1]", "policy: {sd3: {kernel: a}}"]:
-        with subtests.test(stored=stored):
-            notes = changes.admit(stored, loaded(tmp_path, PLAIN), tmp_path)
-            assert len(notes) == (stored is not None)
 
 
 @pytest.fixture

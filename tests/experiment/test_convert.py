@@ -50,23 +50,14 @@ def test_an_export_in_a_form_converted_and_merged_by_commands(policy, tmp_path, 
     "words, message",
     [
         ([], "--format FORMAT --out FILE to convert"),
-        (["--format", "kohya", "--into", "b"], "--format FORMAT --out FILE to convert"),
-        (["--format", "kohya"], "needs --out FILE"),
         (["--format", "nonsense", "-o", "a.safetensors"], "--format nonsense: known: "),
         (["--into", "b", "-o", "c.safetensors"], "--out is of --format"),
         (["second", "--format", "kohya", "-o", "a.safetensors"], "converts one adapter"),
-        (["--into", "b"], "no such file or folder"),
     ],
 )
 def test_options_that_do_not_belong_together(words, message, tmp_path):
     said = command.refused("convert", "first", *words, cwd=tmp_path)
     assert message in " ".join(said.split())
-
-
-def test_a_run_that_trained_all_weights_has_no_lora_form(tmp_path):
-    (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(UserError, match="is for LoRA weights .* exports model_index.json"):
-        convert.rewrite_export(tmp_path, "base", "kohya")
 
 
 def test_adapters_of_a_vision_language_model_are_merged(tmp_path):
@@ -92,6 +83,10 @@ def test_adapters_of_a_vision_language_model_are_merged(tmp_path):
             changed += 1
         torch.testing.assert_close(after[name], weight, atol=1e-5, rtol=1e-5)
     assert changed > 3
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model_index.json").write_text("{}")
+    with pytest.raises(UserError, match="is for LoRA weights .* exports model_index.json"):
+        convert.rewrite_export(tmp_path / "full", "base", "kohya")
     with pytest.raises(UserError, match="can only be merged"):
         convert.convert(tmp_path / "a", None, "kohya", tmp_path / "a.safetensors")
     (tmp_path / "a" / "adapter_model.safetensors").rename(tmp_path / "a" / "adapter_model.bin")
@@ -99,12 +94,11 @@ def test_adapters_of_a_vision_language_model_are_merged(tmp_path):
         convert.merge([tmp_path / "a"], str(place), [], tmp_path / "other")
 
 
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_an_adapter_of_tied_weights_is_refused_and_nothing_is_written(target, tmp_path):
+def test_an_adapter_of_tied_weights_is_refused_and_nothing_is_written(tmp_path):
     place = vllm_models.folder("tied_qwen2_5_vl")
-    vlm = VLM(str(place), lora=Lora(2, None, ["q_proj", target]))
+    vlm = VLM(str(place), lora=Lora(2, None, ["q_proj", "lm_head"]))
     randomise(vlm.net, 0)
     vlm.export(tmp_path / "a")
-    with pytest.raises(UserError, match=f"{target} cannot be merged: its weight is also that of"):
+    with pytest.raises(UserError, match="lm_head cannot be merged: its weight is also that of"):
         convert.merge([tmp_path / "a"], str(place), [], tmp_path / "whole")
     assert not (tmp_path / "whole").exists()

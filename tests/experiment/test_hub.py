@@ -66,23 +66,26 @@ def hub(cache, monkeypatch):
     server.server_close()
 
 
-def test_what_the_hub_knows_passes_and_what_it_does_not_is_said(hub):
+def test_what_the_hub_does_not_know_or_give_is_said(hub):
     check_model("own/model")
-    with pytest.raises(UserError, match="'own/gated' is gated: accept its terms on http"):
-        check_model("own/gated")
-    with pytest.raises(UserError, match="'own/terms' is gated: accept its terms on http"):
-        check_model("own/terms")
+    for name in ("own/gated", "own/terms"):
+        with pytest.raises(UserError, match=f"'{name}' is gated: accept its terms on http"):
+            check_model(name)
     with pytest.raises(UserError, match="knows no model 'own/modle', or it is private"):
         check_model("own/modle")
-
-
-def test_a_hub_that_cannot_be_reached_is_the_cause_that_is_named(hub):
+    ask_for_data_set("own/model")
+    with pytest.raises(UserError, match="data set 'own/terms': it is gated; accept its terms"):
+        HubSet("own/terms").splits()
+    with pytest.raises(UserError, match="data set 'own/modle': neither a file or folder here"):
+        HubSet("own/modle").splits()
     hub.shutdown()
     hub.server_close()
     with pytest.raises(UserError, match="not in the cache .* cannot be reached .*HF_ENDPOINT"):
         check_model("own/model")
     with pytest.raises(UserError, match=r"flow_grpo.yaml:\d+: policy.sd3.path: 'stabilityai/"):
         build.Session.of(build.read(ROOT / "sd3" / "flow_grpo.yaml", ["train.precision=fp32"]))
+    with pytest.raises(UserError, match="'own/model': no file or folder .* cannot be reached"):
+        HubSet("own/model").splits()
 
 
 REWARDS = {
@@ -93,65 +96,34 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("reward", REWARDS)
-def test_a_reward_s_model_is_asked_for_before_a_policy_is_loaded(hub, reward, monkeypatch):
+def test_the_model_of_a_reward_or_judge_is_asked_for_before_a_policy_is_loaded(
+    hub, reward, monkeypatch
+):
     name = REWARDS[reward]
     words = "is gated: accept its terms" if "terms" in name else "knows no model"
-    configuration = build.read(ROOT / "digits" / "flow_grpo.yaml", [f"reward={reward}"])
-    entry = build.POLICIES.find("sd3")
+    entry, digits = build.POLICIES.find("sd3"), ROOT / "digits" / "flow_grpo.yaml"
     monkeypatch.setattr(entry, "__init__", lambda *_, **__: pytest.fail("a policy was built"))
     with pytest.raises(UserError, match=words) as raised:
-        build.Session.of(configuration)
+        build.Session.of(build.read(digits, [f"reward={reward}"]))
     assert name in str(raised.value)
-
-
-@pytest.mark.parametrize("reward", REWARDS)
-def test_a_model_that_only_judges_is_asked_for_when_training_begins(hub, reward, monkeypatch):
-    name = REWARDS[reward]
-    words = "is gated: accept its terms" if "terms" in name else "knows no model"
     named = reward if reward.startswith("{") else f"{{{reward}: 1.0}}"
-    overrides = [f"evaluate.reward={named}"]
-    configuration = build.read(ROOT / "digits" / "flow_grpo.yaml", overrides)
-    monkeypatch.setattr(
-        build.POLICIES.find("sd3"), "__init__", lambda *_, **__: pytest.fail("a policy was built")
-    )
-    with pytest.raises(UserError, match=rf"evaluate.reward.\w+: reward '\w+': .*{words}") as raised:
-        build.Session.of(configuration, judged=True)
-    assert name in str(raised.value)
+    judged = [f"evaluate.reward={named}"]
     for command in (lifecycle.train_one, commands.evaluate):
-        with pytest.raises(UserError, match=words):
-            command(ROOT / "digits" / "flow_grpo.yaml", overrides)
+        with pytest.raises(UserError, match=rf"evaluate.reward.\w+: reward '\w+': .*{words}"):
+            command(digits, judged)
     assert not list(Path().glob("runs/*")), "nothing was begun"
 
 
 def test_rewards_name_their_models_of_the_hub():
-    def needs(name, **chosen):
-        return hub_models(build.REWARDS.find(name), chosen)
-
     build.load_built_in()
-    assert needs("hpsv3") == ["MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"]
-    assert needs("geneval") == [
-        "facebook/mask2former-swin-small-coco-instance",
-        "timm/vit_large_patch14_clip_224.openai",
-    ]
-    assert needs("clip_score", model="hf-hub:own/clip") == ["own/clip"]
-    assert needs("clip_score", model="world:digits/clip") == []
-    assert needs("clip_score", model="no-such-model") == [], "it says so when it is built"
-    assert needs("pickscore", model="./here", processor=None) == []
-    server = build.REWARDS.find("remote")
-    assert hub_models(server, {"url": "http://127.0.0.1:1", "model": "a/b"}) == []
-    assert hub_models(lambda media, prompts, *, model="own/model": media, {}) == []
-
-
-def test_a_data_set_is_asked_for_before_the_library_retries(hub):
-    ask_for_data_set("own/model")
-    with pytest.raises(UserError, match="data set 'own/terms': it is gated; accept its terms"):
-        HubSet("own/terms").splits()
-    with pytest.raises(UserError, match="data set 'own/modle': neither a file or folder here"):
-        HubSet("own/modle").splits()
-    hub.shutdown()
-    hub.server_close()
-    with pytest.raises(UserError, match="'own/model': no file or folder .* cannot be reached"):
-        HubSet("own/model").splits()
+    for name, chosen, models in (
+        ("hpsv3", {}, ["MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"]),
+        ("clip_score", {"model": "hf-hub:own/clip"}, ["own/clip"]),
+        ("clip_score", {"model": "no-such-model"}, []),  # it says so when it is built
+        ("pickscore", {"model": "./here", "processor": None}, []),
+        ("remote", {"url": "http://127.0.0.1:1", "model": "a/b"}, []),
+    ):
+        assert hub_models(build.REWARDS.find(name), chosen) == models
 
 
 def test_what_is_here_asks_nobody(cache, monkeypatch, tmp_path):

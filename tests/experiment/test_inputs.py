@@ -49,7 +49,6 @@ def again(project, known: config.Config) -> config.Config:
     [
         {"quick_one.py:score": 1.0, "quick_two.py:score": 0.5},
         {"quick_one.py:score": {"weight": 2.0}, "other": {"use": "quick_two.py:score"}},
-        ["quick_one.py:score"],
         "quick_one.py:score",
         {"beside_it.py:score": 1.0},
     ],
@@ -57,38 +56,23 @@ def again(project, known: config.Config) -> config.Config:
 def test_a_run_s_files_are_found_from_anywhere(project, reward):
     first = written(project, reward)
     entries = {name: each.reward.entry for name, each in resolved(first, ("reward",)).items()}
+    (project / "b/p.txt").write_text("other\n" * 5)  # others of these names are not taken
+    (project / "b/quick_one.py").write_text("def score(): raise ValueError\n")
     second = again(project, first)
     for name, chosen in resolved(second, ("reward",)).items():
         assert chosen.reward.entry is entries[name]  # its curves are called as before
     assert len(second.build("data", DATA).train) == 2
 
 
-def test_another_file_of_that_name_in_the_working_folder_is_not_taken(project):
-    (project / "b/p.txt").write_text("other\n" * 5)
-    (project / "b/quick_one.py").write_text("def score(): raise ValueError\n")
-    first = written(project, {"quick_one.py:score": 1.0})
-    code = resolved(first, ("reward",))["quick_one.py:score"].reward.entry
-    second = again(project, first)
-    assert resolved(second, ("reward",))["quick_one.py:score"].reward.entry is code
-    assert len(second.build("data", DATA).train) == 2
-
-
 def test_a_reward_inside_another_keeps_its_form(project):
     spec = {"by_task": {"reward": "quick_one.py:score"}, "quick_two.py:score": 1.0}
-    whole = config.anchored({"reward": spec, "evaluate": {"reward": spec}}, project / "a/sub")
+    (project / "a/runs").mkdir()
+    plain = {"start": "runs", "run": "runs"}
+    whole = config.anchored(plain | {"reward": spec, "evaluate": {"reward": spec}}, project / "a/s")
     one, two = (f"{project / 'a' / name}.py:score" for name in ("quick_one", "quick_two"))
     wanted = {"by_task": {"reward": one}, "quick_two.py:score": {"use": two, "weight": 1.0}}
+    assert whole.pop("start") == str(project / "a/runs") and whole.pop("run") == "runs"
     assert whole == {"reward": wanted, "evaluate": {"reward": wanted}}
-
-
-def test_folders_and_the_run_itself(project):
-    (project / "a/model").mkdir()
-    (project / "a/runs").mkdir()
-    plain = {"policy": {"sd3": {"path": "model"}}, "start": "runs", "run": "runs", "x": "model"}
-    whole = config.anchored(plain, project / "a/sub")
-    assert whole["policy"]["sd3"]["path"] == str(project / "a/model")
-    assert whole["start"] == str(project / "a/runs")
-    assert (whole["run"], whole["x"]) == ("runs", "model")
 
 
 def known(configuration: config.Config) -> inputs.Known:

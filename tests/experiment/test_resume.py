@@ -10,16 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from mmrl import __version__
-from mmrl.advantages import dr_grpo, grpo, memory
+from mmrl.advantages import dr_grpo, memory
 from mmrl.core import tensor_files
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OPTIMIZERS, load_built_in
-from mmrl.experiment import checkpoint, lifecycle, state
+from mmrl.experiment import checkpoint, state
 from mmrl.objectives import PolicyGradient
 from mmrl.scoring import Scorer
 from mmrl.zoo.advantages import DDPO, MaxMin, Running
-from mmrl.zoo.objectives import AWM, CRD, NFT, Draft
-from rewards.card import card
+from mmrl.zoo.objectives import NFT
 from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
 
@@ -59,26 +58,21 @@ def resumes(fresh, folder):
     same(state.capture(second)[0], state.capture(whole)[0])
 
 
-@pytest.mark.parametrize("family", toys.POLICIES)
+@pytest.mark.parametrize("family", ["flow", "masked", "causal"])
 def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(family, tmp_path):
-    whole = trainer_of(family)
-    for _ in range(4):
-        whole.iterate()
-    first = trainer_of(family)
+    whole, first, second = (trainer_of(family) for _ in range(3))
     for _ in range(2):
+        whole.iterate()
         first.iterate()
     path = checkpoint.save(tmp_path, first.iteration, *state.capture(first))
-    second = trainer_of(family)
     state.restore(second, *checkpoint.load(path))
-    metrics = [second.iterate() for _ in range(2)]
+    for _ in range(2):
+        whole.iterate()
+        second.iterate()
     (arrays, meta), (whole_arrays, known) = state.capture(second), state.capture(whole)
     same(arrays, whole_arrays)
-    assert (
-        second.iteration == 4
-        and meta["advantage"] == known["advantage"]
-        and meta["step"] == known["step"]
-    )
-    assert all(m["ratio/max_deviation"] >= 0 for m in metrics)
+    assert second.iteration == 4 and meta["advantage"] == known["advantage"]
+    assert meta["step"] == known["step"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -88,18 +82,6 @@ def test_every_optimizer_is_resumed_to_the_bit(name, tmp_path):
         pytest.importorskip(package)
     small = {"min_8bit_size": 16} if name == "adamw_8bit" else {}
     resumes(partial(make_trainer, "flow", optimizer=partial(OPTIMIZERS[name], **small)), tmp_path)
-
-
-def test_resuming_before_the_first_step_changes_nothing(tmp_path):
-    whole = trainer_of("flow")
-    first = trainer_of("flow")
-    path = checkpoint.save(tmp_path, 0, *state.capture(first))
-    second = trainer_of("flow")
-    state.restore(second, *checkpoint.load(path))
-    for trainer in (whole, first, second):
-        trainer.iterate()
-    for resumed in (first, second):
-        same(state.capture(whole)[0], state.capture(resumed)[0])
 
 
 def test_global_generators_are_restored(tmp_path):
@@ -131,18 +113,13 @@ def test_what_the_user_puts_beside_checkpoints_is_none(tmp_path):
     (tmp_path / "iteration-notes").write_text("mine")
     (tmp_path / "iteration-000001-copy").mkdir()
     saved(tmp_path, 1_000_000, keep=2)
-    saved(tmp_path, 999_999 + 2, keep=2)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [
-        "iteration-000001-copy",
-        "iteration-1000000",
-        "iteration-1000001",
-        "iteration-notes",
-    ]
+    saved(tmp_path, 1_000_001, keep=2)
+    names = sorted(path.name.removeprefix("iteration-") for path in tmp_path.iterdir())
+    assert names == ["000001-copy", "1000000", "1000001", "notes"]
     assert checkpoint.choose(tmp_path)[0].name == "iteration-1000001"
 
 
-def test_damaged_newer_checkpoints_do_not_push_out_the_one_just_written(tmp_path):
+def test_damaged_newer_checkpoints_do_not_push_out_the_one_just_written(tmp_path, monkeypatch):
     for iteration in (1, 5, 6):
         saved(tmp_path, iteration)
     for iteration in (5, 6):
@@ -150,14 +127,10 @@ def test_damaged_newer_checkpoints_do_not_push_out_the_one_just_written(tmp_path
     saved(tmp_path, 2, keep=2)
     path, problems = checkpoint.choose(tmp_path)
     assert path.name == "iteration-000002" and len(problems) == 2
-
-
-def test_a_crash_while_writing_leaves_the_one_before(tmp_path, monkeypatch):
-    saved(tmp_path, 1)
     monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
     with pytest.raises(UserError, match="power cut"):
-        saved(tmp_path, 2)
-    assert checkpoint.choose(tmp_path) == (tmp_path / "iteration-000001", [])
+        saved(tmp_path, 7)
+    assert checkpoint.choose(tmp_path)[0] == path
 
 
 def truncate(path):
@@ -170,9 +143,7 @@ DAMAGE = {
     "weights.safetensors is missing": lambda path: (path / "weights.safetensors").unlink(),
     "it has no state.json": lambda path: (path / "state.json").unlink(),
     "state.json cannot be read": lambda path: (path / "state.json").write_text("{"),
-    "not an mmrl checkpoint": lambda path: (path / "state.json").write_text(
-        json.dumps({"format": "other"})
-    ),
+    "not an mmrl checkpoint": lambda path: (path / "state.json").write_text('{"format": "other"}'),
 }
 
 
@@ -186,22 +157,6 @@ def test_a_torn_or_foreign_checkpoint_is_named_and_the_one_before_offered(tmp_pa
     shutil.rmtree(path)
     with pytest.raises(UserError, match="no usable checkpoint"):
         checkpoint.choose(tmp_path)
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    path = checkpoint.save(tmp_path, 0, *state.capture(make_trainer("flow")))
-    with pytest.raises(UserError, match="does not fit this configuration's model"):
-        state.restore(make_trainer("causal"), *checkpoint.load(path))
-
-
-def test_a_stateful_advantage_must_be_restored_to_continue(tmp_path):
-    """The bit-equality above is no accident of an unused buffer: without it the numbers differ."""
-    trainers = [trainer_of("flow") for _ in range(2)]
-    for trainer in trainers:
-        trainer.iterate()
-    trainers[1].advantage = DDPO(buffer=512)
-    outcomes = [[t.iterate() for _ in range(2)] and t.policy.weights.full() for t in trainers]
-    assert any(not torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
 
 
 def bound(name, **options):
@@ -220,17 +175,10 @@ class Doubled:
 
 NESTED = {  # makes one; places of what has a memory
     "alone": (lambda: Running(base=dr_grpo), {""}),
-    "temporal": (lambda: bound("temporal", base=Running(base=dr_grpo)), {"base"}),
-    "tree_mean": (lambda: bound("tree_mean", base=MaxMin(rate=0.5, base=dr_grpo)), {"base"}),
     "soft": (lambda: bound("soft", base=DDPO(buffer=64), threshold=-1.0), {"base"}),
     "deep": (
-        lambda: bound(
-            "focal",
-            base=Doubled(
-                Running(base=bound("temporal", base=MaxMin(base=DDPO(buffer=64), rate=0.5)))
-            ),
-        ),
-        {"base.base", "base.base.base.base", "base.base.base.base.base"},
+        lambda: bound("focal", base=Doubled(Running(base=MaxMin(base=DDPO(buffer=64), rate=0.5)))),
+        {"base.base", "base.base.base", "base.base.base.base"},
     ),
 }
 
@@ -239,12 +187,13 @@ NESTED = {  # makes one; places of what has a memory
 def test_advantages_under_others_are_resumed_to_the_bit(name, tmp_path):
     make, places = NESTED[name]
     assert set(memory.capture(make())) == places
+    with pytest.raises(UserError, match="no memory of the advantage"):
+        memory.restore(make(), {})
 
     def fresh():
         trainer = make_trainer("causal", advantage=make())
-        trainer.scorer = Scorer(
-            {"toy": toys.reward, "smooth": lambda *both: 3 * toys.reward(*both).square() - 1}
-        )
+        other = lambda *both: 3 * toys.reward(*both).square() - 1  # noqa: E731
+        trainer.scorer = Scorer({"toy": toys.reward, "smooth": other})
         return trainer
 
     resumes(fresh, tmp_path)
@@ -259,16 +208,6 @@ def test_advantages_under_others_are_resumed_to_the_bit(name, tmp_path):
         assert not torch.equal(*advantages_of)
 
 
-def test_a_checkpoint_without_the_memory_of_an_advantage_is_refused():
-    written = memory.capture(bound("temporal", base=grpo))
-    assert written == {}
-    with pytest.raises(UserError, match=r"no memory of the advantage DDPO \(at base\)"):
-        memory.restore(bound("temporal", base=DDPO()), written)
-
-
-# snapshots and shards
-
-
 def test_a_snapshot_that_is_asked_for_later_starts_from_the_trained_weights(tmp_path):
     """The moving average; the reference stays the base model."""
     first = make_trainer()
@@ -279,9 +218,7 @@ def test_a_snapshot_that_is_asked_for_later_starts_from_the_trained_weights(tmp_
     state.restore(second, *checkpoint.load(path))
     live, ema, ref = (second.policy.weights.full(name) for name in ("live", "ema", "ref"))
     for name in base:
-        assert torch.equal(ema[name], live[name]) and torch.equal(
-            live[name], first.policy.weights.full()[name]
-        )
+        assert torch.equal(ema[name], live[name])
         assert torch.equal(ref[name], base[name]) and not torch.equal(ref[name], live[name])
 
 
@@ -292,24 +229,12 @@ def test_a_snapshot_that_is_asked_for_later_starts_from_the_trained_weights(tmp_
         (PolicyGradient(clip_range=0.2, kl=0.1), {"ref"}),
         (NFT(kl=0.0), {"old"}),
         (NFT(), {"old", "ref"}),
-        (AWM(kl=0.0), {"old"}),
-        (AWM(), {"old", "ref"}),
-        (CRD(kl=0.0), {"old"}),
-        (CRD(), {"old", "ref"}),
-        (Draft(), set()),
-        (Draft(kl=0.1), {"ref"}),
     ],
 )
 def test_the_reference_is_neither_kept_nor_written_where_nothing_looks_at_it(
     objective, expected, tmp_path
 ):
-    toys_scorer = Scorer(
-        {"toy": card(differentiable=True)(lambda media, prompts: media.flatten(1).mean(1))}
-    )
     trainer = make_trainer(objective=objective)
-    trainer.scorer = toys_scorer
-    if hasattr(objective, "attach"):
-        objective.attach(toys_scorer.differentiable)
     trainer.iterate()
     assert set(trainer.policy.weights.saved) == expected
     path = checkpoint.save(tmp_path, 1, *state.capture(trainer))
@@ -364,23 +289,8 @@ def test_a_part_is_read_whole_and_block_by_block_whatever_wrote_it(processes, tm
             assert torch.equal(block, whole["a"][first : first + rows, 1:5])
 
 
-def test_a_resume_reads_every_file_once_to_hash_it(tmp_path, monkeypatch):
-    trainer = trainer_of("flow")
-    hashed = []
-    trainer.iterate()
-    path = checkpoint.save(tmp_path / "checkpoints", 1, *state.capture(trainer))
-    digest = checkpoint.sha256
-    monkeypatch.setattr(checkpoint, "sha256", lambda file: hashed.append(file.name) or digest(file))
-    lifecycle._resume(trainer_of("flow"), tmp_path)
-    assert sorted(hashed) == sorted(file.name for file in path.glob("*.safetensors"))
-
-
 def test_capturing_copies_no_weights():
     trainer = trainer_of("flow")
     arrays, _ = state.capture(trainer)
     for name, p in trainer.policy.weights.parameters().items():
         assert arrays["weights"][name].data_ptr() == p.data_ptr()
-        assert (
-            arrays["snapshot-ema"][name].data_ptr()
-            == trainer.policy.weights.saved["ema"][name].data_ptr()
-        )

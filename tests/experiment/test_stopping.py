@@ -16,67 +16,44 @@ def test_what_ends_a_run_and_what_it_leaves(tmp_path, subtests):
     done = warm.run(["-m", "tests.fixtures.stopping_worker", tmp_path])
     assert done.returncode == 0, done.stderr[-4000:]
     outcomes = json.loads(done.stdout.splitlines()[-1])
-    for check in (
-        assert_a_signal_saves_and_the_status_says_that_it_can_be_resumed,
-        assert_limits_and_other_processes_stop_it_with_the_same_status,
-        assert_what_is_ignored_or_closed_does_not_end_it,
-        assert_code_that_ends_the_program_is_a_sentence,
-        assert_a_second_training_is_refused_and_a_dead_ones_folder_goes_on,
-        assert_a_full_disk_is_a_sentence_and_the_run_goes_on_later,
-    ):
-        with subtests.test(check.__name__):
-            check(outcomes)
-
-
-def assert_a_signal_saves_and_the_status_says_that_it_can_be_resumed(outcomes):
-    for name, status in {"SIGINT": 130, "SIGTERM": 75, "SIGHUP": 75, "SIGQUIT": 75}.items():
-        known = outcomes[name]
-        assert known["statuses"] == [status], known["said"]
-        assert known["checkpoint"] == f"iteration-{known['iterations'][-1]:06d}"
-        assert "mmrl train --resume" in known["said"] and "Traceback" not in known["said"]
-        assert known["events"][-1] == "stopped" and "finished" not in known["events"]
-
-
-def assert_limits_and_other_processes_stop_it_with_the_same_status(outcomes):
-    known = outcomes["of two"]  # only one of them heard of it
-    assert known["statuses"] == [75, 75], known["said"]
-    assert "interrupted by SIGTERM" in known["said"] and known["events"][-1] == "stopped"
-    known = outcomes["time limit"]
-    assert known["statuses"] == [75] and "time limit of 0.001 s reached" in known["said"]
-
-
-def assert_what_is_ignored_or_closed_does_not_end_it(outcomes):
-    for name in ("nohup", "closed stdout"):
-        known = outcomes[name]
-        assert known["statuses"] == [0] and known["iterations"] == [1, 2, 3, 4]
-    assert outcomes["closed stdout"]["events"][-1] == "finished"
-
-
-def assert_code_that_ends_the_program_is_a_sentence(outcomes):
-    for name, status in {"reward": 2, "reward, later": 0, "data": 2}.items():
-        known = outcomes[name]
-        assert known["statuses"] == [status] and "Traceback" not in known["said"], known["said"]
-    said = outcomes["reward"]["said"]
-    assert "could not score" in said and "SystemExit: 5" in said
-    assert "leaving_data.py:14 ended the program" in outcomes["data"]["said"]
-
-
-def assert_a_second_training_is_refused_and_a_dead_ones_folder_goes_on(outcomes):
-    known = outcomes["second"]
-    assert known["statuses"] == [2] and f"in use by process {known['first']}" in known["said"]
-    assert known["page"], "readers need no lock"
-    taken = outcomes["taken over"]
-    assert taken["statuses"] == [75]
-    assert taken["iterations"] == list(range(1, len(taken["iterations"]) + 1))
-
-
-def assert_a_full_disk_is_a_sentence_and_the_run_goes_on_later(outcomes):
-    for size in (1500, 20_000):
-        known = outcomes[f"full {size}"]
-        assert known["statuses"] == [2] and "Traceback" not in known["said"], known["said"]
-        assert "cannot write to" in known["said"] and "free space" in known["said"]
-        mended = outcomes[f"mended {size}"]
-        assert mended["statuses"] == [0] and mended["iterations"] == [1, 2, 3, 4], mended["said"]
+    with subtests.test("signals"):
+        for name, status in {"SIGINT": 130, "SIGTERM": 75, "SIGHUP": 75, "SIGQUIT": 75}.items():
+            known = outcomes[name]
+            assert known["statuses"] == [status], known["said"]
+            assert known["checkpoint"] == f"iteration-{known['iterations'][-1]:06d}"
+            assert "mmrl train --resume" in known["said"] and "Traceback" not in known["said"]
+            assert known["events"][-1] == "stopped" and "finished" not in known["events"]
+        known = outcomes["of two"]  # only one of them heard of it
+        assert known["statuses"] == [75, 75], known["said"]
+        assert "interrupted by SIGTERM" in known["said"] and known["events"][-1] == "stopped"
+    with subtests.test("limits, and what is ignored or closed"):
+        known = outcomes["time limit"]
+        assert known["statuses"] == [75] and "time limit of 0.001 s reached" in known["said"]
+        for name in ("nohup", "closed stdout"):
+            known = outcomes[name]
+            assert known["statuses"] == [0] and known["iterations"] == [1, 2, 3, 4]
+        assert outcomes["closed stdout"]["events"][-1] == "finished"
+    with subtests.test("code that ends the program is a sentence"):
+        for name in ("reward", "data"):
+            known = outcomes[name]
+            assert known["statuses"] == [2] and "Traceback" not in known["said"]
+        said = outcomes["reward"]["said"]
+        assert "could not score" in said and "SystemExit: 5" in said
+        assert "leaving_data.py:14 ended the program" in outcomes["data"]["said"]
+    with subtests.test("a second training is refused, and a dead one's folder goes on"):
+        known = outcomes["second"]
+        assert known["statuses"] == [2] and known["page"], "readers need no lock"
+        assert f"in use by process {known['first']}" in known["said"]
+        taken = outcomes["taken over"]
+        assert taken["statuses"] == [75]
+        assert taken["iterations"] == list(range(1, len(taken["iterations"]) + 1))
+    with subtests.test("a full disk is a sentence, and the run goes on later"):
+        for size in (1500, 20_000):
+            known = outcomes[f"full {size}"]
+            assert known["statuses"] == [2] and "Traceback" not in known["said"], known["said"]
+            assert "cannot write to" in known["said"] and "free space" in known["said"]
+            mended = outcomes[f"mended {size}"]
+            assert mended["statuses"] == [0] and mended["iterations"] == [1, 2, 3, 4]
 
 
 class Broken:
@@ -94,17 +71,13 @@ class Broken:
     flush = write
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "full"), ValueError("closed")])
-def test_whatever_becomes_of_stdout_printing_goes_on(error):
-    stream = Lasting(Broken(error))
-    print("text", file=stream)
-    stream.flush()
-    assert stream.broken
-
-
-def test_a_stdout_that_was_closed_before_is_nowhere(monkeypatch):
-    """``mmrl train ... >&-``: Python then has no sys.stdout."""
-    monkeypatch.setattr(sys, "stdout", None)
+def test_printing_goes_on_whatever_becomes_of_stdout(monkeypatch):
+    for error in (BrokenPipeError(), OSError(28, "full"), ValueError("closed")):
+        stream = Lasting(Broken(error))
+        print("text", file=stream)
+        stream.flush()
+        assert stream.broken
+    monkeypatch.setattr(sys, "stdout", None)  # mmrl train ... >&-
     with lasting_output():
         print("text", flush=True)
         assert sys.stdout.isatty() is False

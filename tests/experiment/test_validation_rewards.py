@@ -1,7 +1,6 @@
 """A reward that is guided by evaluations: dynamic reward weighting by the hypervolume of
 validation (Lu et al. 2025)."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +64,7 @@ def finish(run):
         checkpoint.save(run.folder / "checkpoints", run.trainer.iteration, arrays, meta, 3)
 
 
-@pytest.mark.parametrize("family", ["causal", "masked", "flow"])
+@pytest.mark.parametrize("family", ["causal", "flow"])
 def test_the_factor_is_that_of_the_last_evaluation_also_after_a_resume(family, tmp_path):
     run, volume, points = run_of(family, tmp_path / "whole")
     assert run.session.scorer.validates()
@@ -86,9 +85,6 @@ def test_the_factor_is_that_of_the_last_evaluation_also_after_a_resume(family, t
         again.trainer.iterate()
         finish(again)
     assert later == points[2:] and resumed.state_dict() == volume.state_dict()
-    assert json.loads(json.dumps(volume.state_dict())) == volume.state_dict()
-    for each in (run, again):
-        each.log.close() if hasattr(each.log, "close") else None
     left, right = (each.trainer.policy.weights.full() for each in (run, again))
     assert all(torch.equal(x, right[name]) for name, x in left.items())
 

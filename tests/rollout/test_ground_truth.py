@@ -1,17 +1,15 @@
 """The ground truth as a member of its group, and answers that are begun for the model."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.types import Provenance
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.base import RolloutContext
+from mmrl.rollout.stages import Setup, stages_of
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
@@ -33,18 +31,14 @@ def policy():
     return policy_of(max_new_tokens=12)
 
 
-def mask_zero_advantage(policy, truth, prompts=ASKED, copies=COPIES):
+def with_truth(policy, truth, prompts=ASKED, copies=COPIES):
     context = RolloutContext(ground_truth=truth)
     with torch.no_grad():
         return policy.rollout(prompts, copies, Rng.of("truth"), context)
 
 
-def plain(policy):
-    return mask_zero_advantage(policy, None)
-
-
 def test_the_ground_truth_has_the_models_own_log_probs(policy):
-    found = mask_zero_advantage(policy, lambda prompt: prompt["gold"])
+    found = with_truth(policy, lambda prompt: prompt["gold"])
     assert found.provenance.is_ground_truth.tolist() == [False, False, True] * 2
     texts = policy.decode(found)
     assert [texts[2], texts[5]] == ["a dog", "a cat"] and texts[2].finished and texts[2].tokens == 6
@@ -58,34 +52,15 @@ def test_the_ground_truth_has_the_models_own_log_probs(policy):
     assert torch.allclose(scored[found.mask], found.logprob[found.mask], atol=1e-5)
 
 
-def test_other_rows_are_those_without_it(policy):
-    found = mask_zero_advantage(policy, lambda prompt: "yes")
-    other = plain(policy)
-    own = ~found.provenance.is_ground_truth
-    for name in ("sample", "mask", "logprob", "row_id", "group"):
-        assert torch.equal(getattr(found, name)[own], getattr(other, name)[own])
-    assert other.provenance.is_ground_truth is None
-
-
-@pytest.mark.parametrize(
-    "text", [None, "x" * 12, "before <|image_pad|> after"], ids=["unknown", "long", "forbidden"]
-)
-def test_an_answer_that_cannot_be_given_is_not(policy, text):
-    found = mask_zero_advantage(policy, lambda prompt: text)
-    other = plain(policy)
-    assert not found.provenance.is_ground_truth.any() and torch.equal(found.sample, other.sample)
-    assert torch.equal(found.logprob, other.logprob)
-
-
-def test_it_is_scored_with_the_truncated_distribution(policy):
-    kept = policy.warp
-    policy.warp = replace(policy.warp, temperature=0.7, top_k=2)
-    found = mask_zero_advantage(policy, lambda prompt: prompt["gold"])
-    point = point_of(policy, found)
-    scored = policy.dist(point).log_prob(point.target)
-    policy.warp = kept
-    assert found.logprob.isfinite().all()
-    assert torch.allclose(scored[found.mask], found.logprob[found.mask], atol=1e-5)
+def test_other_rows_are_those_without_it_and_an_answer_that_cannot_be_given_is_not(policy):
+    plain = with_truth(policy, None)
+    assert plain.provenance.is_ground_truth is None
+    for text in ("yes", None, "x" * 12, "before <|image_pad|> after"):  # too long, forbidden
+        found = with_truth(policy, lambda prompt, text=text: text)
+        own = ~found.provenance.is_ground_truth
+        assert own.tolist() == [True, True, text != "yes"] * 2
+        for name in ("sample", "mask", "logprob", "row_id", "group"):
+            assert torch.equal(getattr(found, name)[own], getattr(plain, name)[own])
 
 
 def trainer(policy, truth="count", **options):
@@ -139,39 +114,17 @@ def test_it_is_trained_on_and_enters_no_metric_of_samples():
     )
 
 
-def test_metrics_of_the_update_are_those_of_the_samples(policy):
-    """Entropy is a mean over sampled tokens: with the given rows masked out it is the same."""
-    found = mask_zero_advantage(policy, lambda prompt: prompt["gold"])
-    point = point_of(policy, found)
-    assert torch.equal(
-        point.sampled_mask(), found.mask & ~found.provenance.is_ground_truth[:, None]
-    )
-    assert torch.equal(point.replace(provenance=Provenance()).sampled_mask(), found.mask)
-
-
 def test_who_writes_it_is_checked(policy):
     scorer = Scorer({"length": lambda texts, prompts: [float(len(t)) for t in texts]})
+    sizes = {"prompts_per_iteration": 2, "group_size": 2, "train_batch_size": 4, "iterations": 1}
+    options = TrainOptions(**sizes, ground_truth_rollout="length")
     with pytest.raises(UserError, match="reward 'length' cannot write down a ground truth"):
-        Trainer(
-            policy,
-            ASKED,
-            scorer,
-            advantages.grpo,
-            PolicyGradient(),
-            partial(adamw, lr=1e-3),
-            TrainOptions(
-                prompts_per_iteration=2,
-                group_size=2,
-                train_batch_size=4,
-                iterations=1,
-                ground_truth_rollout="length",
-            ),
-        )
+        stages_of(Setup(options, policy, ASKED, scorer.rewards))
 
 
 def test_an_answer_begun_is_read_as_a_whole_and_scored_after_its_beginning(policy):
     begun = [{**ASKED[0], "prefill": "<answer>"}]
-    found = mask_zero_advantage(policy, None, begun, 2)
+    found = with_truth(policy, None, begun, 2)
     length = policy.inputs.encode(ASKED[0])["input_ids"].shape[1]
     ids = policy.inputs.encode(begun[0])["input_ids"]
     assert policy.inputs.tokenizer.decode(ids[0, length:]) == "<answer>"
@@ -181,5 +134,5 @@ def test_an_answer_begun_is_read_as_a_whole_and_scored_after_its_beginning(polic
     assert [text.tokens for text in texts] == found.mask.sum(1).tolist()
     apart = (native(policy, found) - found.logprob)[found.mask]
     assert float(apart.abs().max()) < 1e-5
-    given = mask_zero_advantage(policy, lambda prompt: "<answer>4", begun, 2)
+    given = with_truth(policy, lambda prompt: "<answer>4", begun, 2)
     assert policy.decode(given)[1] == "<answer>4" and given.mask[1].sum() == 2

@@ -3,7 +3,7 @@ they stand, with which ratio, resumed, and on two processes."""
 
 import json
 import math
-from copy import deepcopy
+from dataclasses import replace
 from itertools import combinations
 from statistics import pvariance
 
@@ -12,33 +12,35 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl import advantages
+from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import SURROGATES
-from mmrl.core.types import LatentPath, MaskTrace, Rewards
+from mmrl.core.types import Rewards
 from mmrl.experiment import checkpoint, state
 from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.rollout.collect import rescored
-from mmrl.rollout.stages import Drawn, set_apart, sizes_of_all
+from mmrl.rollout.stages import Drawn, Setup, set_apart, sizes_of_all, stages_of
 from mmrl.zoo.models.masked.masked_lm import MaskedLM
-from mmrl.zoo.objectives.reward_gradient import Draft
-from mmrl.zoo.stages.answer_memory import packed, remembered, unpacked
+from mmrl.zoo.stages.answer_memory import marked, packed, remembered, unpacked
 from mmrl.zoo.stages.replay_buffer import ReplayBuffer
 from mmrl.zoo.stages.response_reuse import PICKS, ReusedResponses, stratified
 from samplers.noise import Rng
 from tests.fixtures import past_worker, toys, warm
 from tests.fixtures.stages import met
 from tests.fixtures.tiny_masked_lm import folder
+from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 from tests.train.test_processes import same
-from tests.train.test_trainer import make_trainer
 
 COPIES = 3
-KINDS = [*toys.POLICIES, "emerge", "maskgit"]
+KINDS = [*toys.POLICIES, "vlm", "emerge", "maskgit"]
 
 
 def made(kind):
     if kind in toys.POLICIES:
         return toys.make(kind)
+    if kind == "vlm":
+        return policy_of(max_new_tokens=5)
     return MaskedLM(str(folder()), max_new_tokens=6, block=3, steps=4, sampler=kind)
 
 
@@ -63,19 +65,10 @@ def moved(policy, size=0.05):
             weight.add_(size * torch.randn(weight.shape, generator=generator))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_stored_is_what_was_sampled(kind):
-    policy = made(kind)
-    fresh = drawn(policy, toys.prompts(2), [0, 1, 2, 3, 4, 5.0])
-    entry = remembered(fresh, torch.tensor([3, 4, 5]), 1, 7)
-    tensors, plain = packed([entry])
-    (again,) = unpacked(tensors, json.loads(json.dumps(plain)))
-    assert type(again.rollout.trajectory) is type(fresh.rollout.trajectory)
-    one, two = entry.rollout.row_tensors(), again.rollout.row_tensors()
-    assert set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
-    assert again.rewards["r"].tolist() == [3, 4, 5] and (again.index, again.iteration) == (1, 7)
-    kinds = {"flow": LatentPath, "maskgit": MaskTrace}
-    assert isinstance(again.rollout.trajectory, kinds.get(kind, object))
+def assert_scored(policy, rollout, rows):
+    """Recorded log-probs of these rows are those of the policy."""
+    found = rescored(policy, rollout, rows)[rollout.mask]
+    torch.testing.assert_close(found, rollout.logprob[rollout.mask], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,13 +84,14 @@ def test_replayed_groups_have_the_ratio_to_the_weights_that_sampled(kind):
     assert torch.equal(rollout.sample[old], first.rollout.sample[3:])
     if kind in toys.POLICIES:
         assert torch.equal(mixed.media[:3], first.media[3:])
-    every = torch.ones_like(old)
-    torch.testing.assert_close(
-        torch.where(rollout.mask, rescored(policy, rollout, every), 0.0),
-        torch.where(rollout.mask, rollout.logprob, 0.0),
-        atol=1e-5,
-        rtol=0,
-    )
+    entry = remembered(first, torch.tensor([3, 4, 5]), 1, 7)
+    tensors, plain = packed([entry])
+    (again,) = unpacked(tensors, json.loads(json.dumps(plain)))
+    assert type(again.rollout.trajectory) is type(first.rollout.trajectory)
+    one, two = entry.rollout.row_tensors(), again.rollout.row_tensors()
+    assert set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
+    assert again.rewards["r"].tolist() == [0, 0, 3] and (again.index, again.iteration) == (1, 7)
+    assert_scored(policy, rollout, torch.ones_like(old))
     moved(policy)
     ratios = []
     objective = PolicyGradient()
@@ -112,13 +106,9 @@ def test_replayed_groups_have_the_ratio_to_the_weights_that_sampled(kind):
     assert max(map(abs, ratios)) > 1e-3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_last_right_answer_joins_an_all_wrong_group(kind):
-    for place in ("replace", "append"):
-        joins(kind, place)
-
-
-def joins(kind, place):
+@pytest.mark.parametrize("place", ["replace", "append"])
+@pytest.mark.parametrize("kind", ["flow", "causal", "maskgit"])
+def test_the_last_right_answer_joins_an_all_wrong_group(kind, place):
     policy = made(kind)
     prompts = toys.prompts(3)
     stage = met(ReusedResponses(place=place), policy, prompts)
@@ -133,26 +123,25 @@ def joins(kind, place):
     assert mixed.rewards["r"].tolist() == [0.0] * (length - 1) + [1]
     assert torch.equal(rollout.sample[-1], first.rollout.sample[1])
     assert sizes_of_all(rollout) == [3, length - 3]
-    torch.testing.assert_close(
-        torch.where(rollout.mask, rescored(policy, rollout, old), 0.0),
-        torch.where(rollout.mask, rollout.logprob, 0.0),
-        atol=1e-5,
-        rtol=0,
-    )
+    assert_scored(policy, rollout, old)
     assert torch.equal(rollout.sample[:5], second.rollout.sample[:5])
 
 
-@pytest.mark.parametrize("kind", ["flow", "maskgit"])
-def test_log_probs_of_now_stand_beside_those_that_sampled(kind):
-    """ReMix: the weight of a reused answer is p_now / p_sampler, before the update."""
+def reused(kind):
+    """A policy after an update, what it sampled before, and rows of both."""
     policy = made(kind)
     prompts = toys.prompts(2)
     options = ReusedResponses(threshold=None, when="always", place="append", logprob="current")
     stage = met(options, policy, prompts)
     first, _, _ = exchange(stage, prompts, [0, 1, 1, 0, 0, 0.0], 0)
     moved(policy)
-    _, mixed, _ = exchange(stage, prompts, [0.0] * 6, 1)
-    rollout = mixed.rollout
+    return policy, first, exchange(stage, prompts, [0.0] * 6, 1)[1].rollout
+
+
+@pytest.mark.parametrize("kind", ["flow", "maskgit"])
+def test_log_probs_of_now_stand_beside_those_that_sampled(kind):
+    """ReMix: the weight of a reused answer is p_now / p_sampler, before the update."""
+    policy, first, rollout = reused(kind)
     old = rollout.provenance.is_replayed
     sampler = rollout.provenance.sampler_logprob
     assert old.tolist() == ([False] * 3 + [True]) * 2
@@ -172,22 +161,16 @@ def test_log_probs_of_now_stand_beside_those_that_sampled(kind):
 @pytest.mark.parametrize("kind", ["causal", "maskgit"])
 def test_the_clip_of_remix_is_as_wide_for_old_answers_as_for_new_ones(kind):
     """max(-r A, -clip(r, w - low, w + high) A), r = p / p_sampler and w = p_before / p_sampler."""
-    policy = made(kind)
-    prompts = toys.prompts(2)
-    options = ReusedResponses(threshold=None, when="always", place="append", logprob="current")
-    stage = met(options, policy, prompts)
-    exchange(stage, prompts, [0, 1, 1, 0, 0, 0.0], 0)
-    moved(policy)
-    _, mixed, _ = exchange(stage, prompts, [0.0] * 6, 1)
+    policy, _, rollout = reused(kind)
     moved(policy)
     additive = Importance(cap=1e9, clip_mode="additive")
     objective = PolicyGradient(clip_range=(0.05, 0.1), importance_sampling=additive)
     assert not list(objective.unfit(policy))
     other = PolicyGradient(surrogate=SURROGATES["cispo"], importance_sampling=additive)
     assert [name for name, _ in other.unfit(policy)] == ["importance_sampling"]
-    advantage = torch.linspace(-1, 1, len(mixed.rollout))[:, None]
+    advantage = torch.linspace(-1, 1, len(rollout))[:, None]
     clipped = 0
-    for point in policy.path(mixed.rollout.replace(advantage=advantage)):
+    for point in policy.path(rollout.replace(advantage=advantage)):
         loss = objective.loss(policy, point).detach()
         logp = policy.dist(point).log_prob(point.target).detach()
         sampler = point.provenance.sampler_logprob
@@ -202,24 +185,13 @@ def test_the_clip_of_remix_is_as_wide_for_old_answers_as_for_new_ones(kind):
     assert clipped > 0
 
 
-def entries_of(policy, rewards):
-    fresh = drawn(policy, toys.prompts(1), rewards[:COPIES])
-    parts = []
-    for number, reward in enumerate(rewards):
-        entry = remembered(fresh, torch.tensor([number % COPIES]), 0, number)
-        entry.rewards["r"] = torch.tensor([reward])
-        parts.append(entry)
-    return parts
-
-
-def test_picks_by_loop():
-    for number in (1, 2, 3, 4, 6, 9):
-        picks(number)
-
-
-def picks(number):
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 9])
+def test_picks_by_loop(number):
     rewards = [0.5, 0.0, 1.0, 0.25, 1.0, 0.75]
-    entries = entries_of(toys.ToyCausal(), rewards)
+    fresh = drawn(toys.ToyCausal(), toys.prompts(1), rewards[:COPIES])
+    entries = [remembered(fresh, torch.tensor([i % COPIES]), 0, i) for i in range(6)]
+    for entry, reward in zip(entries, rewards, strict=True):
+        entry.rewards["r"] = torch.tensor([reward])
     picked = {
         name: [entry.iteration for entry in pick(entries, number, Rng.of(3))]
         for name, pick in PICKS.items()
@@ -268,7 +240,40 @@ def test_old_and_new_answers_are_compared_apart():
             assert advantage[row] == pytest.approx(rewards[row] - mean, abs=1e-6)
 
 
-def test_a_threshold_is_needed_to_tell_wrong_groups():
+def test_groups_are_forgotten_by_age_use_and_size():
+    prompts = toys.prompts(4)
+    stage = met(ReplayBuffer(share=0.5, size=3, age=2), toys.ToyCausal(), prompts)
+    exchange(stage, prompts, [0, 0, 1, 0, 0, 2, 0, 0, 3, 0, 0, 4.0], 0)
+    assert [one.index for one in stage.memory.entries] == [3, 2, 1]
+    _, mixed, counts = exchange(stage, prompts, [1.0] * 12, 1)
+    assert counts["reuse/groups"] == 2, "half of the groups at most"
+    assert mixed.rollout.provenance.is_replayed.sum() == 6
+    assert [one.index for one in stage.memory.entries] == [1], "used once"
+    assert exchange(stage, prompts, [1.0] * 12, 3)[2]["reuse/groups"] == 0, "too old"
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, ReusedResponses])
+def test_what_is_not_of_the_data_or_not_scored_is_not_remembered(kind):
+    prompts = toys.prompts(2)
+    stage = met(kind(), toys.ToyCausal(), prompts)
+    exchange(stage, [dict(prompts[0]), prompts[1]], [0, 0, 1, 0, 0, float("nan")], 0)
+    assert not stage.memory.entries, "a changed prompt, and no reward that is right"
+    old = drawn(stage.policy, prompts[:1], [0, 0, 1.0])
+    stage.observe(prompts[:1], replace(old, rollout=marked(old.rollout, True)))
+    assert kind is ReplayBuffer or not stage.memory.entries, "an answer that was replayed"
+
+
+@pytest.mark.parametrize(
+    ("stage", "sentence"),
+    [
+        (ReplayBuffer(), "train.stages.replay_buffer: ToyBare"),
+        (ReusedResponses(), "response_reuse: ToyBare cannot be shown old"),
+    ],
+)
+def test_families_that_cannot_be_shown_old_answers_are_refused(stage, sentence):
+    options = TrainOptions(1, 2, 2, 1, stages=(stage,))
+    with pytest.raises(UserError, match=sentence):
+        stages_of(Setup(options, toys.ToyBare(), [], {}))
     with pytest.raises(UserError, match="response_reuse: when: all_wrong needs a threshold"):
         ReusedResponses(threshold=None)
 
@@ -276,17 +281,15 @@ def test_a_threshold_is_needed_to_tell_wrong_groups():
 @pytest.mark.parametrize("case", sorted(past_worker.CASES))
 def test_a_run_goes_on_from_a_checkpoint_to_the_bit(case, tmp_path):
     one, two = past_worker.trainer_of(case), past_worker.trainer_of(case)
-    for _ in range(3):
+    for _ in range(2):
         one.iterate()
-    checkpoint.save(tmp_path, 3, *state.capture(one))
-    state.restore(two, *checkpoint.load(checkpoint.latest(tmp_path)))
-    reused = 0
+    path = checkpoint.save(tmp_path, 2, *state.capture(one))
+    state.restore(two, *checkpoint.load(path))
     for _ in range(2):
         metrics = [each.iterate() for each in (one, two)]
-        reused += metrics[0][past_worker.COUNTS[case]]
         for name in ("reward/mean", "loss", past_worker.COUNTS[case]):
             assert metrics[0].get(name) == metrics[1].get(name)
-    assert reused
+    assert metrics[0][past_worker.COUNTS[case]]
     weights = [each.policy.weights.full() for each in (one, two)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -299,26 +302,15 @@ def test_a_run_begins_with_the_verified_answers_of_another(tmp_path):
     checkpoint.save(tmp_path / "checkpoints", 2, *state.capture(first))
     pool = first.stages[0].memory.by_prompt()
     options = ReusedResponses(
-        threshold=0.2,
-        when="always",
-        number=2,
-        strategy="random",
-        place="append",
-        logprob="current",
-        per_prompt=9,
-        age=1,
-        start=tmp_path,
-        learn=False,
+        when="always", place="append", per_prompt=9, age=1, start=tmp_path, learn=False
     )
     second = past_worker.trainer_of("reuse-causal", stages=(options,))
-    known = second.stages[0].memory.by_prompt()
-    assert {i: len(v) for i, v in known.items()} == {i: len(v) for i, v in pool.items()} and known
-    before = deepcopy(known)
+    memory = second.stages[0].memory
+    known = {i: len(entries) for i, entries in memory.by_prompt().items()}
+    assert known == {i: len(entries) for i, entries in pool.items()} and known
     metrics = [second.iterate() for _ in range(3)]
     assert sum(m["response_reuse/groups"] for m in metrics) > 0
-    assert known == {} or set(second.stages[0].memory.by_prompt()) == set(before), (
-        "the pool never ages"
-    )
+    assert set(memory.by_prompt()) == set(known), "the pool never ages"
     with pytest.raises(UserError, match="has no checkpoint with remembered answers"):
         past_worker.trainer_of("reuse-causal", stages=(ReusedResponses(start=tmp_path / "x"),))
 
@@ -366,8 +358,3 @@ def test_strata_of_difficulty_by_loop():
     assert [e.index for e in again.memory.entries] == [e.index for e in stage.memory.entries]
     with pytest.raises(UserError, match="strata .* must add up to 1"):
         ReusedResponses(strata=(0.5, 0.5, 0.5))
-
-
-def test_objectives_that_draw_the_noise_of_a_path_again_are_refused():
-    with pytest.raises(UserError, match="replay_buffer: this objective draws the noise"):
-        make_trainer("flow", objective=Draft(), stages=(ReplayBuffer(),))

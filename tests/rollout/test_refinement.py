@@ -2,28 +2,22 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mmrl.advantages import dr_grpo
 from mmrl.config.compatibility import unsupported_options
 from mmrl.core.errors import UserError
 from mmrl.core.types import Provenance, Rewards
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.surrogates import gspo
 from mmrl.rollout.stages import Drawn, Setup, stages_of
-from mmrl.scoring.scorer import Scorer
-from mmrl.train.optimizers import adamw
-from mmrl.train.trainer import Trainer
 from mmrl.zoo.stages.refinement import Corrections, Refined, listed
 from samplers.noise import Rng
 from tests.fixtures import toys
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
-from tests.rollout.test_replay_buffer import asked
-from tests.rollout.test_written_answers import Taught
+from tests.rollout.test_written_answers import Taught, asked
 from tests.train.test_trainer import make_trainer
 
 
@@ -43,54 +37,46 @@ def setup_of(policy, prompts, **options):
     return Setup(chosen, policy, prompts, {}, score=score)
 
 
+def drawing(policy, sampled):
+    """A sampler of the policy, which keeps what was asked and what was answered."""
+
+    def draw(prompts, rng, copies=1):
+        with torch.no_grad():
+            rollout = policy.rollout(prompts, copies, rng)
+        media = policy.decode(rollout)
+        drawn = Drawn(rollout, media, Rewards({"r": torch.zeros(len(media))}))
+        sampled.append(([prompt["text"] for prompt in prompts], drawn))
+        return drawn
+
+    return draw
+
+
 @pytest.mark.parametrize("place", ["append", "replace"])
 def test_a_group_with_room_gets_an_answer_to_the_plain_question(policy, place):
     prompts = [prompt | {"rubric": ["is short", ["is right", 2.0]]} for prompt in asked(2)]
     (stage,) = stages_of(setup_of(policy, prompts, place=place))
-    questions = []
-
-    def draw(prompts, rng, copies=1):
-        questions.extend(prompt["text"] for prompt in prompts)
-        with torch.no_grad():
-            rollout = policy.rollout(prompts, copies, rng)
-        media = policy.decode(rollout)
-        return Drawn(rollout, media, Rewards({"r": torch.zeros(len(media))}))
-
+    sampled = []
+    draw = drawing(policy, sampled)
     fresh = draw(prompts, Rng.of("own"), 3)
     fresh = replace(fresh, rewards=Rewards({"r": torch.tensor([0, 0.5, 0, 0, 1, 0])}))
-    questions.clear()
     stage.begin(0)
     stage.observe(prompts, fresh)
     mixed, counts = stage.groups(fresh, 0, draw)
     assert counts == {"refinement/groups": 1.0}, "the other group has reached the threshold"
-    (question,) = questions
+    ((question,), _) = sampled[1]
     assert question.startswith(prompts[0]["text"]) and str(fresh.media[1]) in question
     assert "- is short\n- is right" in question
     rollout = mixed.rollout
-    new = rollout.provenance.is_ground_truth.nonzero()[:, 0].tolist()
-    assert new == [3] if place == "append" else new == [2]
-    assert rollout.prompt_per_row()[new[0]]["text"] == prompts[0]["text"]
-    (point,) = policy.path(rollout[new[0] : new[0] + 1])
+    (new,) = rollout.provenance.is_ground_truth.nonzero()[:, 0].tolist()
+    assert new == {"append": 3, "replace": 2}[place]
+    assert rollout.prompt_per_row()[new]["text"] == prompts[0]["text"]
+    (point,) = policy.path(rollout[new : new + 1])
     with torch.no_grad():
         logp = policy.dist(point).log_prob(point.target)
-    recorded = rollout.logprob[new]
+    recorded = rollout.logprob[[new]]
     torch.testing.assert_close(logp[point.mask], recorded[point.mask], atol=1e-5, rtol=0)
-    assert mixed.rewards["r"][new[0]] == len(mixed.media[new[0]])
+    assert mixed.rewards["r"][new] == len(mixed.media[new])
     assert len(mixed.sampled()[0]) == 6
-
-
-def test_what_cannot_be_refined_is_told(policy):
-    with pytest.raises(UserError, match="no prompt has the field 'rubric'"):
-        stages_of(setup_of(policy, asked(1)))
-    with pytest.raises(UserError, match="train.stages.refinement: ToyCausal reads no criticism"):
-        stages_of(setup_of(toys.ToyCausal(), toys.prompts(1)))
-    with pytest.raises(UserError, match="template may hold"):
-        Refined(template="{question}")
-    assert listed("7") == "7" and listed(["a", ("b", 1)]) == "- a\n- b"
-
-
-# -------------------------------------------------------------------------------------------------
-# the criteria that fail, and what the ratio divides by (RGR-GRPO)
 
 
 class Judge:
@@ -100,41 +86,29 @@ class Judge:
         return [[c for c in p["rubric"] if c not in m] for m, p in zip(media, prompts)]
 
 
-def test_only_what_fails_is_shown(policy):
-    for logprob in ("current", "guided", "one"):
-        shows(policy, logprob)
-
-
-def shows(policy, logprob):
+@pytest.mark.parametrize("logprob", ["current", "guided", "one"])
+def test_only_what_fails_is_shown(policy, logprob):
+    """RGR-GRPO."""
     prompts = [prompt | {"rubric": ["a", "b", "c"]} for prompt in asked(2)]
     setup = setup_of(policy, prompts, failed_by="judge", logprob=logprob)
     (stage,) = stages_of(replace(setup, rewards={"judge": Judge()}))
-    questions = []
     sampled = []
-
-    def draw(prompts, rng, copies=1):
-        questions.extend(prompt["text"] for prompt in prompts)
-        with torch.no_grad():
-            rollout = policy.rollout(prompts, copies, rng)
-        sampled.append(rollout)
-        media = policy.decode(rollout)
-        return Drawn(rollout, media, Rewards({"r": torch.zeros(len(media))}))
-
+    draw = drawing(policy, sampled)
     fresh = draw(prompts, Rng.of("own"), 3)
     fresh = replace(fresh, media=["a b", "xc", "", "", "abc", ""])
     fresh = replace(fresh, rewards=Rewards({"r": torch.tensor([0, 0.5, 0, 0, 0.9, 0])}))
-    questions.clear()
     stage.begin(0)
     stage.observe(prompts, fresh)
     mixed, counts = stage.groups(fresh, 0, draw)
     assert counts == {"refinement/groups": 1}, "the other group's best answer fails nothing"
-    assert "- a\n- b\n" in questions[0] and "- c" not in questions[0]
+    ((question,), answer) = sampled[1]
+    assert "- a\n- b\n" in question and "- c" not in question
     (new,) = mixed.rollout.provenance.is_ground_truth.nonzero()[:, 0].tolist()
     row = mixed.rollout[new : new + 1]
     (point,) = policy.path(row)
     with torch.no_grad():
         plain = policy.dist(point).log_prob(point.target)
-    guided = sampled[-1].logprob
+    guided = answer.rollout.logprob
     expected = {"current": plain, "guided": guided, "one": torch.zeros_like(plain)}[logprob]
     torch.testing.assert_close(
         row.logprob[point.mask], expected[point.mask], atol=1e-5, rtol=0, check_dtype=False
@@ -175,13 +149,9 @@ def test_the_loss_of_guided_answers_is_shaped_by_loop():
     assert "shaping" in dict(PolicyGradient(shaping=0.1).unfit(toys.make("flow")))
 
 
-# -------------------------------------------------------------------------------------------------
-# wrong answers, corrected (EDGE-GRPO)
-
-
 def test_wrong_answers_are_corrected_by_loop(policy):
-    """A share continues after a cue, a share is given the answer, a share is replaced by the
-    solution; each keeps its row id, and has the policy's log-probs of the plain prompt."""
+    """EDGE-GRPO: a share continues after a cue, a share is given the answer, a share is replaced by
+    the solution; each keeps its row id, and has the policy's log-probs of the plain prompt."""
     prompts = [prompt | {"answer": str(i)} for i, prompt in enumerate(asked(3))]
     prompts[0]["solution"] = prompts[1]["solution"] = "so 1"
     wide = policy_of(max_new_tokens=60)
@@ -244,28 +214,19 @@ class Writer(Taught):
     capabilities = replace(Taught.capabilities, makes="text")
 
 
-def test_a_run_in_which_every_answer_is_corrected():
-    prompts = [prompt | {"solution": "333333"} for prompt in toys.prompts(16)]
-    chosen = Corrections(continued=0, answer=0, solution=1)
-    refinement = Refined(threshold=100.0, corrections=chosen)
-    options = replace(make_trainer("causal").options, stages=(refinement,))
-    scorer = Scorer({"toy": toys.reward})
-    trainer = Trainer(
-        Writer(), prompts, scorer, dr_grpo, PolicyGradient(), partial(adamw, lr=1e-3), options
-    )
-    metrics = [trainer.iterate() for _ in range(2)]
-    assert metrics[1]["refinement/corrected"] == metrics[1]["samples/total"]
-
-
-def test_what_cannot_be_corrected_is_told(policy):
-    with pytest.raises(UserError, match="must add up to more than 0 and at most 1, not 1.5"):
-        Corrections(continued=1.0)
-    with pytest.raises(UserError, match="correction may hold {feedback} alone"):
-        Corrections(correction="{text}")
-    with pytest.raises(UserError, match="leave out failed_by and logprob"):
-        Refined(failed_by="judge", corrections=Corrections())
-    with pytest.raises(UserError, match="failed_by: 'r' is no reward of this run"):
-        stages_of(setup_of(policy, asked(1), failed_by="r"))
+def test_what_cannot_be_refined_or_corrected_is_refused(policy):
+    for make, sentence in (
+        (lambda: stages_of(setup_of(policy, asked(1))), "no prompt has the field 'rubric'"),
+        (lambda: stages_of(setup_of(toys.ToyCausal(), [])), "ToyCausal reads no criticism"),
+        (lambda: stages_of(setup_of(policy, asked(1), failed_by="r")), "'r' is no reward of this"),
+        (lambda: Refined(template="{question}"), "template may hold"),
+        (lambda: Corrections(continued=1.0), "more than 0 and at most 1, not 1.5"),
+        (lambda: Corrections(correction="{text}"), "correction may hold {feedback} alone"),
+        (lambda: Refined(failed_by="j", corrections=Corrections()), "leave out failed_by and"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            make()
+    assert listed("7") == "7" and listed(["a", ("b", 1)]) == "- a\n- b"
     options = make_trainer("causal").options
     plain = replace(options, stages=(Refined(corrections=Corrections()),))
     masked = replace(Writer.capabilities, one_pass=False)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
@@ -22,7 +21,7 @@ from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
 from mmrl.zoo.curricula.self_instruct import SelfInstruct
 from mmrl.zoo.stages.self_instruct import SelfInstruction
-from rewards.judges.instructions import Filters, new_instruction, request
+from rewards.judges.instructions import new_instruction, request
 from tests.fixtures import toys
 
 load_built_in()
@@ -93,31 +92,13 @@ def test_the_policys_own_instructions_are_asked_once_each():
     assert len(requests) == 24 and all("Instruction 2:\nwhat is" in text for text in requests)
 
 
-def test_filters_are_those_of_a_plain_loop():
-    corpus = source(count=8, forbidden=["cats"], least_words=2, similarity=0.6)
-    trainer = trainer_of(corpus)
-    (stage,) = [s for s in trainer.stages if isinstance(s, SelfInstruction)]
-    examples = corpus.train.examples(0, 0)
-    texts = stage._written(examples, 0)
-    assert all(len(rows) == 2 for rows in examples) and len(texts) == 8
-    pool = [prompt["text"] for prompt in corpus.train.prompts]
-    rules = Filters(forbidden=("cats",), least_words=2, most_words=150, similarity=0.6)
-    expected = []
-    for rows, text in zip(examples, texts, strict=True):
-        if not rules.refuses(new_instruction(text), pool):
-            pool.append(new_instruction(text))
-            expected.append((new_instruction(text), rows[-1]["entry"]))
-    stage.groups(None, 0, None)
-    assert corpus.train.waiting == expected and 0 < len(expected) < 8
-
-
 def test_processes_write_what_one_would(monkeypatch):
     corpus = source(count=5)
     stage = SelfInstruction.build(Setup(OPTIONS, Writer(), corpus.train, {}))
     examples = corpus.train.examples(3, 0)
     whole = stage._written(examples, 3)
-    parts = []
     monkeypatch.setattr(distributed, "all_gather_json", lambda rows, device="cpu": list(rows))
+    parts = []
     for rank in range(2):
         monkeypatch.setattr(distributed, "world", lambda rank=rank: (rank, 2))
         parts += stage._written(examples, 3)
@@ -135,8 +116,6 @@ def test_a_resumed_run_asks_and_writes_the_same():
     assert again.train.pool() == corpus.train.pool()
     assert batch(again.train, 4, 3, 0) == batch(corpus.train, 4, 3, 0)
     assert again.train.examples(3, 0) == corpus.train.examples(3, 0)
-    part = corpus.train.restricted(corpus.train.prompts[:2])
-    assert {prompt["entry"] for prompt in batch(part, 4, 0, 0)} <= {0, 1}
 
 
 def test_what_cannot_write_or_stands_inside_is_refused():
@@ -150,23 +129,8 @@ def test_what_cannot_write_or_stands_inside_is_refused():
     assert SelfInstruction.build(Setup(OPTIONS, Writer(), Seeds().train, {})) is None
 
 
-def test_a_picture_is_asked_about():
+def test_what_the_policy_is_asked_and_what_of_its_answer_is_taken():
     rows = [{"text": "a?"}, {"text": "b?", "image": "b.png"}]
     assert "about the pictures" in request(rows) and "about the pictures" not in request(rows[::-1])
     assert new_instruction("<think>hm</think>Question: What now?") == "What now?"
     assert new_instruction("<think>hm") == ""
-
-
-def test_masked_policies_write_too():
-    class Masked(toys.ToyMasked):
-        capabilities = replace(toys.ToyMasked.capabilities, makes="text")
-        decode = Writer.decode
-
-        def encode(self, prompts):
-            label = [[len(prompt["text"]) % 7] for prompt in prompts]
-            return {"label": torch.tensor(label, dtype=self.dtype)}
-
-    corpus = source()
-    stage = SelfInstruction.build(Setup(OPTIONS, Masked(), corpus.train, {}))
-    _, metrics = stage.groups(None, 0, None)
-    assert metrics["self_instruct/new"] == len(corpus.train.waiting) > 0

@@ -12,7 +12,6 @@ from mmrl.config import effects
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import STAGES, import_file, load_built_in
-from mmrl.core.types import Rollout
 from mmrl.experiment import changes, state
 from mmrl.zoo.stages.answer_memory import remembered
 from mmrl.zoo.stages.insertion import inserted
@@ -68,48 +67,34 @@ def test_what_another_declares_is_refused_elsewhere(stage, monkeypatch):
     assert why == f"{KEY}: it does not work with sampling elsewhere: leave one of them out"
 
 
-def test_what_a_policy_lacks_is_said_before_it_is_built(stage, monkeypatch):
-    lacks = classmethod(lambda cls, options, policy: [("margin", f"{policy} lacks {options}")])
-    monkeypatch.setattr(stage, "unfit", lacks)
-    train = TrainOptions(**SIZES, stages=(stage(0.1),))
-    (why,) = effects.unsupported(train, "Nobody")
-    assert why == f"{KEY}.margin: Nobody lacks BestSoFar(margin=0.1)"
-
-
-@pytest.mark.parametrize("resumes", ["free", "warned", "refused"])
-def test_a_resume_asks_what_it_declares(stage, monkeypatch, resumes):
-    monkeypatch.setattr(stage, "effects", replace(stage.effects, resumes=resumes))
+def test_a_resume_and_a_dry_run_ask_what_it_declares(stage, monkeypatch):
     before, after = ([{"best_so_far": {"margin": margin}}] for margin in (0.0, 0.1))
-    assert changes.effect(("train", "stages"), before, after, {"train": {}}) == resumes
-    assert changes.effect(("train", "stages"), before, [], {"train": {}}) == resumes
-
-
-def test_a_dry_run_takes_it_if_it_says_so(stage, monkeypatch):
     train = TrainOptions(**SIZES, stages=(stage(),))
     assert effects.in_dry_run(train).stages == ()
-    monkeypatch.setattr(stage, "effects", replace(stage.effects, in_dry_run=True))
+    for resumes in ("free", "warned", "refused"):
+        declared = replace(stage.effects, resumes=resumes, in_dry_run=True)
+        monkeypatch.setattr(stage, "effects", declared)
+        for other in (after, []):
+            assert changes.effect(("train", "stages"), before, other, {"train": {}}) == resumes
     assert effects.in_dry_run(train).stages == train.stages
 
 
-def test_a_stage_that_an_option_asks_for_is_not_named():
-    train = SIZES | {"stages": ["dynamic_sampling"]}
-    (why,) = problems(FLOW | {"train": train})
-    end = "'dynamic_sampling' does not fit: train.dynamic_sampling_rounds asks for it; set that"
-    assert why.endswith(end)
-
-
-def test_a_stage_is_no_option_of_train():
-    (why,) = problems(FLOW | {"train": SIZES | {"replay_buffer": {"share": 0.5}}})
-    expected = "it is a stage: train.stages: [{replay_buffer: {'share': 0.5}}]"
-    assert why == f"train.replay_buffer: unknown option; {expected}"
-
-
-def test_a_wrong_name_is_answered_by_those_that_can_be_named(stage):
-    (why,) = problems(FLOW | {"train": SIZES | {"stages": ["nothing"]}})
-    assert why.endswith("unknown stage 'nothing'; known: " + why.rpartition("known: ")[2])
-    assert why.rpartition("known: ")[2].split(", ") == sorted(
-        name for name, entry in STAGES.items() if not STAGES.unfit(entry)
-    )
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        (
+            {"stages": ["dynamic_sampling"]},
+            "'dynamic_sampling' does not fit: train.dynamic_sampling_rounds asks for it; set that",
+        ),
+        (
+            {"replay_buffer": {"share": 0.5}},
+            "it is a stage: train.stages: [{replay_buffer: {'share': 0.5}}]",
+        ),
+    ],
+)
+def test_a_stage_that_an_option_asks_for_and_one_beside_the_list_are_refused(train, sentence):
+    (why,) = problems(FLOW | {"train": SIZES | train})
+    assert why.endswith(sentence)
 
 
 @pytest.mark.parametrize("family", ["flow", "causal"])
@@ -138,15 +123,6 @@ def test_it_grows_groups_records_and_goes_on_from_a_checkpoint(stage, family):
         assert batch.rollout.provenance.is_replayed.sum() == 16
     with pytest.raises(UserError, match="no stage records 'surprise' of rows.*: best"):
         batch.rollout.record("surprise")
-
-
-def test_rows_without_a_record_have_none():
-    rows = make_trainer().collect().rollout
-    known = rows[:2].recorded("age", torch.tensor([1.0, 2.0]))
-    both = Rollout.cat([known, rows[2:4]])
-    assert both.record("age")[:2].tolist() == [1, 2] and both.record("age")[2:].isnan().all()
-    assert both[torch.tensor([1, 0])].record("age").tolist() == [2, 1]
-    assert Rollout.cat([rows[2:4], known]).records is None
 
 
 def test_rows_that_join_a_group_have_what_is_recorded_of_its_prompt():

@@ -2,28 +2,21 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from statistics import fmean
 
 import pytest
 import torch
 
-from mmrl.advantages import grpo
 from mmrl.config.compatibility import unsupported_options
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards, per_prompt
-from mmrl.objectives import PolicyGradient
-from mmrl.policies.vlm.policy import VLM
 from mmrl.rollout.stages import Drawn, Setup, stages_of
-from mmrl.scoring import Scorer
-from mmrl.train.trainer import Trainer
 from mmrl.zoo.stages.temporal_contrast import Contrasted, has_video
 from samplers.noise import Rng
 from tests.fixtures import tiny_vlms, toys
 from tests.fixtures.records import make_rollout
 from tests.policies.vlm.test_vlm_inputs import inputs
-from tests.rollout.test_adaptive_sampling import side_by_side
 
 SIZE = 4
 CLIP = torch.zeros(2, 2, 2, 3, dtype=torch.uint8).numpy()
@@ -71,27 +64,26 @@ def answered(prompts, rng, copies):
     return Drawn(rollout, u, Rewards({"right": right, "format": 0 * right + 1}))
 
 
-def contrasted(prompts, rng=None, log=None, copies=SIZE, **options):
+def contrasted(prompts, log, copies=SIZE, **options):
     one = stage(**options)
     one.begin(7)
 
     def sample(again, rng, copies):
         drawn = answered(again, rng, copies)
         one.observe(again, drawn)
-        if log is not None:
-            log.append((again, copies, drawn))
+        log.append((again, copies, drawn))
         return drawn
 
-    first = answered(prompts, rng or Rng.of("first"), copies)
+    first = answered(prompts, Rng.of("first"), copies)
     one.observe(prompts, first)
     return first, *one.groups(first, 7, sample)
 
 
-@pytest.mark.parametrize("copies", [SIZE, [3, 5, 2, 4, 6, 1, 4, 4, 4]])
-def test_right_answers_of_groups_that_need_the_order_get_the_bonus(copies):
+def test_right_answers_of_groups_that_need_the_order_get_the_bonus():
     prompts = asked((0.9, 0.1), (0.3, 0.9), 0.5, (1.0, 0.0), (0.0, 1.0), 0.7, 0.5, 0.6, (0.7, 0.9))
     del prompts[2]["video"]
     log = []
+    copies = [3, 5, 2, 4, 6, 1, 4, 4, 4]
     first, drawn, counts = contrasted(prompts, log=log, copies=copies, share=0.75)
     ((again, number, shuffled),) = log
     assert number == 3 and [prompt["text"] for prompt in again] == list("01345678")
@@ -101,9 +93,8 @@ def test_right_answers_of_groups_that_need_the_order_get_the_bonus(copies):
         plain = first.rewards["right"][rows].tolist()
         expected = plain
         if prompt["text"] != "2":
-            other = shuffled.rewards["right"][
-                shuffled.rollout.group == [p["text"] for p in again].index(prompt["text"])
-            ].tolist()
+            mates = shuffled.rollout.group == [p["text"] for p in again].index(prompt["text"])
+            other = shuffled.rewards["right"][mates].tolist()
             known = [[x for x in values if x == x] for values in (plain, other)]
             if all(known) and fmean(known[0]) >= 0.8 * fmean(known[1]):
                 expected = [x + 0.3 if x > 0.1 else x for x in plain]
@@ -115,26 +106,8 @@ def test_right_answers_of_groups_that_need_the_order_get_the_bonus(copies):
     assert len(drawn.sampled()[0]) == len(first.rollout), "nor counted"
 
 
-def test_two_processes_give_what_one_gives(monkeypatch):
-    prompts = asked((0.9, 0.1), (0.3, 0.9), 0.5, (0.9, 0.9), 0.8, 0.2)
-    for place in (0, 4, 5):  # one process has more videos than the other
-        del prompts[place]["video"]
-    _, whole, counts = contrasted(prompts)
-
-    def run(rank):
-        rng = replace(Rng.of("first"), offset=3 * rank)
-        return contrasted(prompts[3 * rank : 3 * rank + 3], rng=rng)
-
-    parts = side_by_side(run, 2, monkeypatch)
-    both = torch.cat([part.rewards["right"] for _, part, _ in parts])
-    torch.testing.assert_close(both, whole.rewards["right"], equal_nan=True)
-    assert [each for *_, each in parts] == [counts] * 2
-
-
 def test_nothing_is_sampled_without_videos():
-    prompts = asked(0.5, 0.5)
-    for prompt in prompts:
-        del prompt["video"]
+    prompts = [{"text": str(i), "p": (0.5, 0.5)} for i in range(2)]
     log = []
     first, drawn, counts = contrasted(prompts, log=log)
     assert drawn is first and counts == {"temporal/groups": 0.0} and not log
@@ -142,19 +115,19 @@ def test_nothing_is_sampled_without_videos():
     assert not has_video({"messages": [{"content": "text"}], "text": "a", "video": None})
 
 
-def test_wrong_options_are_named():
+@pytest.mark.parametrize(
+    ("policy", "prompts", "reward", "sentence"),
+    [
+        (Answers, asked(0.5), "right", "'accuracy' is no reward .* is right: right"),
+        (Answers, [{"text": "a"}], "accuracy", "no prompt of the data has a video"),
+        (toys.ToyFlow, asked(0.5), "accuracy", "ToyFlow sees no order of frames"),
+    ],
+)
+def test_what_cannot_be_contrasted_is_refused(policy, prompts, reward, sentence):
     train = options_of("accuracy")
-    setup = Setup(train, Answers(), asked(0.5), {"right": None})
-    with pytest.raises(UserError, match="'accuracy' is no reward .* is right: right"):
-        stages_of(setup)
-    still = Setup(train, Answers(), [{"text": "a"}], {"accuracy": None})
-    with pytest.raises(UserError, match="no prompt of the data has a video"):
-        stages_of(still)
-    pictures = Setup(train, toys.ToyFlow(), asked(0.5), {"accuracy": None})
-    with pytest.raises(UserError, match="ToyFlow sees no order of frames"):
-        stages_of(pictures)
-    assert any("ToyFlow sees no order" in line for line in unsupported_options(train, toys.ToyFlow))
-    assert not [*unsupported_options(train, Answers)]
+    with pytest.raises(UserError, match=sentence):
+        stages_of(Setup(train, policy(), prompts, {reward: None}))
+    assert bool([*unsupported_options(train, policy)]) == (policy is toys.ToyFlow)
 
 
 def test_the_model_sees_the_same_frames_in_another_order():
@@ -169,33 +142,3 @@ def test_the_model_sees_the_same_frames_in_another_order():
         assert torch.equal(value, moved[name]), name
     assert not torch.equal(again["pixel_values_videos"], plain["pixel_values_videos"])
     assert torch.equal(again["input_ids"], plain["input_ids"])
-
-
-def test_a_vision_language_model_trains_with_it():
-    prompts = [
-        {"text": f"when {i}?", "video": tiny_vlms.video(4, seed=i), "fps": 2.0} for i in range(2)
-    ]
-
-    def long(media, prompts):
-        return torch.tensor([float(sum(map(ord, text)) % 2) for text in media])
-
-    trainer = Trainer(
-        VLM(str(tiny_vlms.folder("qwen2_5_vl")), max_new_tokens=4),
-        prompts,
-        Scorer({"right": long}),
-        grpo,
-        PolicyGradient(),
-        partial(torch.optim.SGD, lr=0.05),
-        TrainOptions(
-            prompts_per_iteration=2,
-            group_size=4,
-            train_batch_size=8,
-            iterations=2,
-            stages=(Contrasted("right", ratio=0.0),),
-        ),
-    )
-    batch = trainer.collect()
-    assert {round(x, 4) for x in batch.rewards["right"].tolist()} == {0.0, 1.3}
-    metrics = trainer.iterate()
-    assert metrics["temporal/groups"] == 2 and metrics["temporal/ordered"] == 1
-    assert 0 <= metrics["temporal/shuffled_mean"] <= 1 and metrics["decisions"] > 0

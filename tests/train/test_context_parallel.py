@@ -14,7 +14,6 @@ from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.experiment.build import check_started, read
 from mmrl.policies.diffusion import context_parallel
 from mmrl.train.device import check_mesh
-from mmrl.train.optimizers import unshardable
 from tests.fixtures import context_worker as worker
 from tests.fixtures import warm
 
@@ -53,70 +52,45 @@ def start(run, folder, *words):
 
 
 @pytest.mark.slow
-def test_sequences_split_over_two_processes_equal_one(tmp_path):
-    one = start(warm.run, tmp_path / "one")
-    equal(one, start(warm.ranks, tmp_path / "two", "--split", "2"), worker.CASES)
-
-
-@pytest.mark.slow
-def test_four_processes_as_groups_equal_one(tmp_path):
-    """Two groups that split their sequences; two copies of two shards each."""
-    cases = ["--cases", "flux", "--prompts", "4"]
-    one = start(warm.run, tmp_path / "one", *cases)
+def test_split_sequences_and_shards_inside_copies_equal_one_process(tmp_path):
+    """Two processes that split them; two groups of two that do; two copies of two shards each."""
+    sizes = ["--prompts", "4"]
+    one = start(warm.run, tmp_path / "one", *sizes)
+    equal(one, start(warm.ranks, tmp_path / "two", "--split", "2", *sizes), worker.CASES)
     four = partial(warm.ranks, count=4)
-    equal(one, start(four, tmp_path / "split", "--split", "2", *cases), ["flux"])
-    equal(one, start(four, tmp_path / "shards", "--shards", "2", *cases), ["flux"])
+    for option in ("--split", "--shards"):
+        words = [option, "2", *sizes, "--cases", "flux"]
+        equal(one, start(four, tmp_path / option, *words), ["flux"])
 
 
-def test_meshes_that_do_not_divide_are_refused():
+def test_meshes_that_do_not_divide_are_refused(monkeypatch):
     split = TrainOptions(**SIZES, context_parallel=ContextParallel(ulysses_degree=2))
     with pytest.raises(UserError, match=r"train.context_parallel: 3 processes .* groups of 2"):
         check_mesh(split, 3)
     check_mesh(split, 1)  # one process computes whole sequences
     check_mesh(split, 4)
-
-
-def test_shards_inside_copies_need_shards(monkeypatch):
-    options = TrainOptions(**SIZES, shard_size=2)
+    shards = TrainOptions(**SIZES, shard_size=2)
     with pytest.raises(UserError, match="nothing is sharded; launch with --use_fsdp"):
-        check_mesh(options, 4)
+        check_mesh(shards, 4)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    check_mesh(options, 4)
+    check_mesh(shards, 4)
     with pytest.raises(UserError, match=r"train.shard_size: 5 processes do not divide"):
-        check_mesh(options, 5)
+        check_mesh(shards, 5)
 
 
-def test_families_without_a_plan_are_refused():
+def test_families_without_a_plan_are_refused_before_anything_is_loaded(monkeypatch):
     load_built_in()
     with_plan = {
         name for name, policy in POLICIES.items() if context_parallel.unsupported(policy) is None
     }
     families = "flux flux2 flux_kontext ltx qwen_edit qwen_image wan wan_i2v"
     assert with_plan == set(families.split())
-    assert "no plan to split the sequences of SD3Transformer2DModel" in str(
-        context_parallel.unsupported(POLICIES.find("sd3"))
-    )
     assert "serves its image and video" in str(context_parallel.unsupported(POLICIES.find("vlm")))
-
-
-def test_a_policy_without_a_plan_is_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    words = ["train.context_parallel={ulysses_degree: 2}"]
-    configuration = read(CONFIG, words)
+    configuration = read(CONFIG, ["train.context_parallel={ulysses_degree: 2}"])
     options = configuration.section("train", TrainOptions)
-    with pytest.raises(UserError, match="train.context_parallel: diffusers has no plan"):
-        check_started(configuration, options)
-
-
-def test_optimizers_of_whole_weights_are_refused_under_fsdp2(monkeypatch):
-    assert unshardable("adamw") is None
-    configuration = read(CONFIG, ["optimizer=prodigy"])
-    options = configuration.section("train", TrainOptions)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    check_started(configuration, options)  # copies
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(UserError, match="optimizer prodigy: .* use another optimizer"):
+    sentence = "no plan to split the sequences of SD3Transformer2DModel"
+    with pytest.raises(UserError, match=f"train.context_parallel: diffusers has {sentence}"):
         check_started(configuration, options)
 
 

@@ -7,50 +7,36 @@ from mmrl.core.errors import UserError
 from tests.train.test_trainer import make_trainer
 
 
-def largest_weight(trainer):
-    parameters = trainer.policy.weights.parameters()
-    return next(iter(parameters)), next(iter(parameters.values()))
+def failing(family, error):
+    """A trainer after an iteration, whose next one fails, and a weight of it."""
+
+    def fails(*_):
+        raise RuntimeError(error)
+
+    trainer = make_trainer(family)
+    trainer.iterate()
+    trainer.collect = fails
+    return trainer, *next(iter(trainer.policy.weights.parameters().items()))
 
 
 @pytest.mark.parametrize(("family", "value"), [("flow", torch.nan), ("causal", 1e20)])
 def test_the_weight_and_its_iteration_are_named(family, value):
-    trainer = make_trainer(family)
-    trainer.iterate()
-    name, weight = largest_weight(trainer)
+    trainer, name, weight = failing(family, "index 1 is out of bounds")
     with torch.no_grad():
         weight.flatten()[0] = value
-
-    def fails(*_):
-        raise RuntimeError("index 1 is out of bounds")
-
-    trainer.collect = fails
     with pytest.raises(UserError, match=f"{name} is not finite or far too large since iteration 1"):
         trainer.iterate()
 
 
-def test_what_fails_for_another_reason_says_so():
-    trainer = make_trainer("causal")
-    trainer.iterate()
-
-    def fails(*_):
-        raise RuntimeError("of the disk")
-
-    trainer.collect = fails
+def test_what_fails_for_another_reason_says_so_and_a_weight_that_recovers_is_not_blamed():
+    trainer, _, weight = failing("causal", "of the disk")
     with pytest.raises(RuntimeError, match="of the disk"):
         trainer.iterate()
-
-
-def test_a_weight_that_recovers_is_not_blamed():
-    trainer = make_trainer("causal")
-    watch = trainer.divergence
-    watch.look(0)
-    _, weight = largest_weight(trainer)
     before = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(torch.nan)
-    watch.look(3)
-    assert "since iteration 3" in watch.cause()
-    with torch.no_grad():
+        trainer.divergence.look(3)
+        assert "since iteration 3" in trainer.divergence.cause()
         weight.copy_(before)
-    watch.look(4)
-    assert watch.cause() is None
+    trainer.divergence.look(4)
+    assert trainer.divergence.cause() is None

@@ -108,14 +108,11 @@ def test_a_measured_run_is_that_of_the_number_to_the_bit_and_a_resume_does_not_m
     measured.iterate()
     for name, value in measured.policy.weights.full().items():
         assert torch.equal(value, resumed.policy.weights.full()[name])
-    # by a number now: what was measured is past
     numbered = trainer(micro_batch_size=4)
     state.restore(numbered, arrays, meta)
     assert numbered.pass_rows is None and numbered.policy.pass_sizes.rows == 4
-    # evaluation, and a repetition, have the same width
+    # evaluation has the same width
     policy = toys.make("flow")
-    set_width(policy, measured.options)
-    assert policy.pass_sizes.rows == 16
     set_width(policy, measured.options, meta)
     assert policy.pass_sizes.rows == 8
 
@@ -130,17 +127,13 @@ def test_a_repetition_takes_the_measured_size(tmp_path, monkeypatch):
     assert rerun._sizes(tmp_path, file) == []
 
 
-def test_an_iteration_is_counted_as_it_is_made():
-    """Three steps of sampling 16 rows, 40 decisions in two steps of two epochs, 8 rows a pass."""
+def test_what_passes_through_the_network_is_counted():
+    """Samples of a tree share their beginnings; one iteration of three steps of 16 rows to sample
+    and 40 decisions, in two steps of two epochs, 8 rows a pass."""
     plan = arithmetic(TrainOptions(**SIZES | {"train_batch_size": 8}))
     trial = Trial(sample=None, train=None, sampled=(16, 16, 17), trained=40)
     each = pass_size.Measured(8, sampling=1.0, training=100.0)
     assert pass_size._iteration(each, trial, plan, epochs=2) == 7 + 2 * 2 * 3 * 100
-    assert pass_size.candidates(13) == [13, 7, 4, 2] and pass_size.candidates(1) == [1]
-
-
-def test_what_of_a_tree_passes_through_the_network():
-    """Samples of a tree share their beginnings."""
     policy = toys.make("flow", tree=Tree(factor=2, splits=(1,)))
     trial = policy.trial(toys.prompts(2), 4, "decisions")
     spans = planned(policy, 4, FIXED).spans
@@ -148,8 +141,6 @@ def test_what_of_a_tree_passes_through_the_network():
     assert trial.trained == sum(8 // span for span in spans[1:])
     finished = toys.make("flow", noise_level=0.0).trial(toys.prompts(2), 4, "sample")
     assert finished.trained == 8 and finished.sampled == (8,) * 6
-    outputs = finished.train(3)
-    assert outputs.isfinite().all() and outputs.requires_grad
 
 
 def test_what_cannot_be_measured_is_refused():

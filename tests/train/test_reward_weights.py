@@ -34,7 +34,9 @@ REWARDS = "reward={digits: 1.0, jpeg_compressibility: 1.0}"
 CONFIGURED = {"toy": 1.0, "other": 0.5}
 
 
-def trainer_of(family, weights, gradients=None, micro=4, advantage=None, kl=0.0, **options):
+def trainer_of(family, weights, gradients=None, micro=4, advantage=None, kl=0.0):
+    sizes = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 16, "iterations": 4}
+    chosen = {"micro_batch_size": micro, "max_grad_norm": None, "reward_gradients": gradients}
     return Trainer(
         toys.make(family, double=True),
         toys.prompts(4),
@@ -42,16 +44,7 @@ def trainer_of(family, weights, gradients=None, micro=4, advantage=None, kl=0.0,
         advantage or advantages.dr_grpo,
         PolicyGradient(kl=kl),
         partial(sgd, lr=0.1),
-        TrainOptions(
-            prompts_per_iteration=4,
-            group_size=4,
-            train_batch_size=16,
-            micro_batch_size=micro,
-            iterations=4,
-            max_grad_norm=None,
-            reward_gradients=gradients,
-            **options,
-        ),
+        TrainOptions(**sizes, **chosen),
     )
 
 
@@ -100,9 +93,10 @@ def test_shares_grow_with_what_gradients_have_in_common(family, measure):
 
 def test_shares_and_memories_survive_a_resume():
     """An advantage that remembers counts every iteration once."""
-    make = partial(trainer_of, "causal", CONFIGURED, RewardGradients(rate=0.5), advantage=None)
-    trainers = [make(advantage=Running()) for _ in range(2)]
-    trainer, resumed = trainers
+    trainer, resumed = (
+        trainer_of("causal", CONFIGURED, RewardGradients(rate=0.5), advantage=Running())
+        for _ in range(2)
+    )
     plain = trainer_of("causal", CONFIGURED, advantage=Running())
     trainer.iterate()
     plain.iterate()

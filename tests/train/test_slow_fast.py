@@ -13,11 +13,10 @@ from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
 
 
-def trained(family="flow", steps=1, micro=8, **options):
-    """Weights before and after an iteration of plain SGD, or of several steps on its batch."""
-    trainer = make_trainer(
-        family,
+def trainer_of(family="flow", micro=8, **options):
+    return make_trainer(
         policy=toys.make(family, double=True),
+        optimizer=partial(sgd, lr=0.3),
         prompts_per_iteration=4,
         group_size=4,
         train_batch_size=16,
@@ -25,8 +24,11 @@ def trained(family="flow", steps=1, micro=8, **options):
         max_grad_norm=None,
         **options,
     )
-    trainer.update.optimizer = sgd(trainer.policy.net.parameters(), lr=0.3)
-    trainer.update.lrs = [0.3]
+
+
+def trained(family="flow", steps=1, **options):
+    """Weights before and after an iteration of plain SGD, or of several steps on its batch."""
+    trainer = trainer_of(family, **options)
     start = trainer.policy.weights.full()
     if steps == 1:
         trainer.iterate()
@@ -67,16 +69,7 @@ def test_the_slow_step_starts_between():
     between = {name: start[name] + 0.5 * (twice[name] - start[name]) for name in start}
     moved = {name: fast[name] - between[name] for name in start}
     assert any(value.abs().max() > 1e-8 for value in moved.values())
-    probe = make_trainer(
-        policy=toys.make("flow", double=True),
-        prompts_per_iteration=4,
-        group_size=4,
-        train_batch_size=16,
-        micro_batch_size=8,
-        max_grad_norm=None,
-    )
-    probe.update.optimizer = sgd(probe.policy.net.parameters(), lr=0.3)
-    probe.update.lrs = [0.3]
+    probe = trainer_of()
     batch = probe.collect()
     with torch.no_grad():
         for name, parameter in probe.policy.net.named_parameters():

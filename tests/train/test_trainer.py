@@ -1,5 +1,4 @@
 import math
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -58,36 +57,10 @@ def make_trainer(
 
 
 @pytest.mark.parametrize("family", toys.POLICIES)
-def test_training_raises_the_reward_of_every_family(family):
-    lr = 1.5e-2 if family == "diffusion" else 8e-3
-    trainer = make_trainer(family, lr=lr, group_size=16, train_batch_size=64)
-    rewards = [trainer.iterate()["reward/mean"] for _ in range(12)]
-    start = sum(rewards[:3]) / 3
-    end = sum(rewards[-3:]) / 3
-    assert end > start + 0.25 * abs(start), (start, end)
-
-
-@pytest.mark.parametrize("family", toys.POLICIES)
 def test_the_first_step_is_on_policy(family):
     metrics = make_trainer(family, kl=0.1, train_batch_size=64, precision="bf16").iterate()
     assert metrics["ratio/max_deviation"] == 0.0
     assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == 0.0 and metrics["grad_norm"] > 0
-
-
-def test_micro_batch_changes_nothing_in_a_whole_run():
-    family = "causal"
-    runs = []
-    for micro in (4, 32):
-        trainer = make_trainer(
-            family, kl=0.1, micro_batch_size=micro, policy=toys.make(family, double=True)
-        )
-        runs.append(
-            ([trainer.iterate()["reward/mean"] for _ in range(3)], trainer.policy.weights.full())
-        )
-    (rewards, weights), (others, same) = runs
-    assert rewards == pytest.approx(others, abs=1e-10)
-    for name, value in weights.items():
-        torch.testing.assert_close(value, same[name], atol=1e-9, rtol=0)
 
 
 def test_the_gate_stops_a_run_whose_network_is_random():
@@ -95,87 +68,59 @@ def test_the_gate_stops_a_run_whose_network_is_random():
     policy = toys.make("flow")
     policy.net.append(nn.Dropout(0.5))
     policy.net.train()
-    with pytest.raises(
-        UserError,
-        match=r"iteration 0: re-scored log-probs differ .* train.logprob_tolerance = "
-        r"1e-06",
-    ) as error:
+    with pytest.raises(UserError, match="iteration 0: re-scored .*tolerance = 1e-06 .* dropout"):
         make_trainer(policy=policy).iterate()
-    assert "dropout" in str(error.value)
     make_trainer(policy=policy, logprob_tolerance=None).iterate()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("family", "network"), [("flow", "velocity"), ("causal", "logits")])
-def test_the_gate_stops_an_update_whose_network_is_another_than_the_samplers(
-    family, network, precision
+@pytest.mark.parametrize(
+    ("family", "network", "precision", "factor"),
+    [
+        ("flow", "velocity", "fp32", 1.1),
+        ("flow", "velocity", "bf16", 1.1),
+        ("causal", "logits", "fp32", 1.1),
+        ("causal", "logits", "bf16", 3.0),
+    ],
+)
+def test_the_gate_stops_an_update_by_another_network_than_the_samplers(
+    family, network, precision, factor
 ):
-    """Ten percent off where gradients are recorded, which the ratio of the first step cannot show:
-    it is 1 there."""
-    trainer = make_trainer(
-        family, policy=toys.off_by(toys.make(family), network, 1.1), precision=precision
-    )
-    if precision == "bf16" and network == "logits":
-        trainer = make_trainer(
-            family, policy=toys.off_by(toys.make(family), network, 3.0), precision=precision
-        )
+    """The ratio of the first step cannot show it: it is 1 there."""
+    wrong = toys.off_by(toys.make(family), network, factor)
     with pytest.raises(UserError, match="re-scored log-probs differ"):
-        trainer.iterate()
-    trainer = make_trainer(
-        family,
-        policy=toys.off_by(toys.make(family), network, 1.1),
-        train_batch_size=64,
-        logprob_tolerance=None,
-    )
+        make_trainer(family, policy=wrong, precision=precision).iterate()
+    wrong = toys.off_by(toys.make(family), network, 1.1)
+    trainer = make_trainer(family, policy=wrong, train_batch_size=64, logprob_tolerance=None)
     metrics = trainer.iterate()
     assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max_deviation"] > 1e-3
 
 
-def test_the_gate_of_gaussian_decisions_is_what_the_clip_can_bear():
-    """A gap of half the clip leaves nothing of a range that is cut at the clip; the published clips
-    are these."""
-    for clip, precision in ((1e-3, "fp32"), (1e-4, "bf16"), (2e-6, "bf16")):
-        trainer = make_trainer("flow", clip=clip, precision=precision)
-        allowed = logprob_gate.tolerance(trainer.options, trainer.policy, trainer.objective)
-        assert allowed == pytest.approx(min(1e-6, clip / 10))
-    options = trainer.options
-    assert logprob_gate.tolerance(
-        options, toys.make("flow"), PolicyGradient(clip_range=[2e-6, 1e-3])
-    ) == pytest.approx(2e-7)
-    assert (
-        logprob_gate.tolerance(
-            options, toys.make("flow", logprob_reduction="sum"), PolicyGradient(clip_range=0.2)
-        )
-        == 2e-6
-    )
-    assert (
-        logprob_gate.tolerance(
-            replace(options, logprob_tolerance=0.5),
-            toys.make("flow"),
-            PolicyGradient(clip_range=clip),
-        )
-        == 0.5
-    )
-
-
-def test_the_gate_of_tokens_grows_with_guidance_as_their_rounding_does():
-    """z_u + s (z_c - z_u) has two rounding errors, s and 1 - s times as large; conditional scores
-    have one."""
-    half, whole = (
-        TrainOptions(
-            prompts_per_iteration=1, group_size=2, train_batch_size=2, iterations=1, precision=p
-        )
-        for p in ("bf16", "fp32")
-    )
-    assert logprob_gate.tolerance(half, toys.make("causal"), PolicyGradient()) == 2e-2
+def guided(scale, logprob_guidance):
     policy = toys.ToyGuided()
-    assert logprob_gate.tolerance(half, policy, PolicyGradient()) == 2e-2
-    assert logprob_gate.tolerance(whole, policy, PolicyGradient()) == 1e-4
-    policy.guidance_scale = 5.0
-    policy.logprob_guidance = "guided"
-    assert logprob_gate.tolerance(half, policy, PolicyGradient()) == pytest.approx(2e-2 * 41**0.5)
-    policy.logprob_guidance = "conditional"
-    assert logprob_gate.tolerance(half, policy, PolicyGradient()) == 2e-2
+    policy.guidance_scale, policy.logprob_guidance = scale, logprob_guidance
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "clip", "precision", "allowed"),
+    [
+        # Gaussian decisions: a tenth of the clip, of which published ones go down to 2e-6
+        (toys.make("flow"), 1e-3, "fp32", 1e-6),
+        (toys.make("flow"), [2e-6, 1e-3], "bf16", 2e-7),
+        (toys.make("flow", logprob_reduction="sum"), 0.2, "bf16", 2e-6),
+        # z_u + s (z_c - z_u) has two rounding errors, s and 1 - s times as large
+        (toys.make("causal"), 0.2, "bf16", 2e-2),
+        (guided(1.0, "guided"), 0.2, "fp32", 1e-4),
+        (guided(5.0, "guided"), 0.2, "bf16", 2e-2 * 41**0.5),
+        (guided(5.0, "conditional"), 0.2, "bf16", 2e-2),
+    ],
+)
+def test_the_gap_that_the_gate_allows(policy, clip, precision, allowed):
+    options = make_trainer(precision=precision).options
+    objective = PolicyGradient(clip_range=clip)
+    assert logprob_gate.tolerance(options, policy, objective) == pytest.approx(allowed)
+    options = replace(options, logprob_tolerance=0.5)
+    assert logprob_gate.tolerance(options, policy, objective) == 0.5
 
 
 def test_unscored_samples_leave_training_and_flat_groups_teach_nothing():
@@ -190,38 +135,14 @@ def test_unscored_samples_leave_training_and_flat_groups_teach_nothing():
     assert not rollout.mask[0].any() and rollout.mask[1:].all()
     assert rollout.advantage[8:16].abs().max() == 0 and rollout.advantage.isfinite().all()
     metrics = trainer.iterate()
-    assert (
-        metrics["samples/excluded"] == 1
-        and metrics["groups/flat"] == 1
-        and metrics["groups/total"] == 8
-    )
+    assert metrics["samples/excluded"] == metrics["groups/flat"] == 1
+    assert metrics["groups/total"] == 8
 
 
-def test_an_excluded_sample_changes_no_other_gradient():
-    """The same parameters as if the row had never been: its group's statistics and the loss's count
-    leave it out."""
-    without = []
-    for value in (math.nan, math.inf):
-        trainer = make_trainer(
-            reward=lambda m, p, v=value: torch.where(
-                torch.arange(len(m)) == 3, v, toys.reward(m, p)
-            )
-        )
-        trainer.iterate()
-        without.append(trainer.policy.weights.full())
-    for name, weight in without[0].items():
-        assert torch.equal(weight, without[1][name]) and weight.isfinite().all()
-
-
-def test_nothing_to_learn_skips_the_step():
-    everything = partial(group, zero_variance_groups="drop")
-    metrics = make_trainer(
-        reward=lambda media, prompts: torch.ones(len(media)), advantage=everything
-    ).iterate()
+def test_steps_without_a_lesson_or_with_an_infinite_gradient_are_skipped():
+    flat = partial(group, zero_variance_groups="drop")
+    metrics = make_trainer(reward=toys.equal_reward, advantage=flat).iterate()
     assert metrics["skipped_steps"] == 2 and metrics["step"] == 0
-
-
-def test_a_gradient_that_is_not_finite_is_left_out_and_counted():
     trainer = make_trainer()
     loss = trainer.objective.loss
     trainer.objective.loss = lambda policy, point: loss(policy, point) * math.inf
@@ -229,17 +150,6 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_counted():
     assert trainer.iterate()["skipped_steps"] == 2
     for name, value in trainer.policy.weights.full().items():
         assert torch.equal(value, before[name])
-
-
-def test_moving_average_and_reference_are_kept():
-    trainer = make_trainer(kl=0.01, ema=0.5)
-    base = trainer.policy.weights.full()
-    for _ in range(3):
-        trainer.iterate()
-    live, ema, ref = (trainer.policy.weights.full(name) for name in ("live", "ema", "ref"))
-    for name in base:
-        assert torch.equal(ref[name], base[name]) and not torch.equal(live[name], base[name])
-        assert (ema[name] - live[name]).norm() < (base[name] - live[name]).norm()
 
 
 def test_the_moving_average_is_flow_grpos():
@@ -264,13 +174,10 @@ def test_the_moving_average_is_flow_grpos():
     assert found == [pytest.approx(line, abs=2e-5) for line in expected]
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_moving_average_follows_the_steps_that_were_taken(every):
+def test_the_moving_average_follows_the_steps_that_were_taken():
     """The average again from the weights after each optimizer step: decay min(limit, (1 + n) / (10
     + n)) at step n."""
-    trainer = make_trainer(
-        ema=0.25, ema_update_interval=every, policy=toys.make("flow", double=True)
-    )
+    trainer = make_trainer(ema=0.25, ema_update_interval=2, policy=toys.make("flow", double=True))
     average = trainer.policy.weights.full()
     history = []
     step = trainer.update.optimizer.step
@@ -284,26 +191,13 @@ def test_the_moving_average_follows_the_steps_that_were_taken(every):
         trainer.iterate()
     assert len(history) == 6
     for n, weights in enumerate(history):
-        if n % every == every - 1:
+        if n % 2:
             decay = min(0.25, (1 + n) / (10 + n))  # 1/10, 2/11, 3/12, then the limit
             average = {
                 name: decay * old + (1 - decay) * weights[name] for name, old in average.items()
             }
     for name, value in trainer.policy.weights.full("ema").items():
         torch.testing.assert_close(value, average[name], atol=1e-12, rtol=0)
-
-
-def test_the_old_snapshot_samples_when_asked():
-    trainer = make_trainer()
-    trainer.objective.behavior_policy = "old"
-    trainer.policy.weights.keep("old")
-    trainer.iterate()
-    old, live = (trainer.policy.weights.full(name) for name in ("old", "live"))
-    assert all(torch.equal(old[name], live[name]) for name in live)
-
-
-# -- one iteration by hand
-# ---------------------------------------------------------------------------------------------
 
 
 def by_hand(trainer, reduction, constant):
@@ -359,44 +253,27 @@ def shifted(rewards, rollout):
 )
 def test_an_iteration_is_one_step_down_the_mean_loss(reduction, constant):
     """By hand from what was sampled: the loss, its gradient, clipped, and the learning rate."""
-    options = {
-        "train_batch_size": 64,
-        "micro_batch_size": 5,
-        "loss_agg_mode": reduction,
-        "loss_denominator": constant,
-        "max_grad_norm": 0.01,
-    }
     expected, trained = (
-        Trainer(
-            toys.make("causal", double=True),
-            toys.prompts(16),
-            Scorer({"toy": toys.reward}),
-            shifted,
-            PolicyGradient(clip_range=0.2),
-            partial(sgd, lr=0.5),
-            TrainOptions(
-                **{"prompts_per_iteration": 8, "group_size": 8, "iterations": 60} | options
-            ),
+        make_trainer(
+            policy=toys.make("causal", double=True),
+            advantage=shifted,
+            optimizer=partial(sgd, lr=0.5),
+            train_batch_size=64,
+            micro_batch_size=5,
+            loss_agg_mode=reduction,
+            loss_denominator=constant,
+            max_grad_norm=0.01,
         )
         for _ in range(2)
     )
     loss, norm, decisions, weights = by_hand(expected, reduction, constant)
-    start = time.perf_counter()
     metrics = trained.iterate()
-    elapsed = time.perf_counter() - start
-    assert metrics["loss"] == pytest.approx(loss, rel=2e-7) and metrics[
-        "grad_norm"
-    ] == pytest.approx(norm, rel=2e-7)
-    assert (
-        metrics["decisions"] == decisions and metrics["step"] == 1 and metrics["skipped_steps"] == 0
-    )
-    assert (
-        metrics["lr"] == 0.5
-        and metrics["forwards"] == trained.policy.report.forwards
-        and trained.iteration == 1
-    )
-    spent = [metrics[f"time/{name}"] for name in ("rollout", "reward", "update")]
-    assert min(spent) > 0 and sum(spent) <= elapsed
+    assert metrics["loss"] == pytest.approx(loss, rel=2e-7)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=2e-7)
+    assert metrics["decisions"] == decisions and metrics["lr"] == 0.5
+    assert metrics["step"] == 1 and metrics["skipped_steps"] == 0
+    assert metrics["forwards"] == trained.policy.report.forwards and trained.iteration == 1
+    assert all(metrics[f"time/{name}"] > 0 for name in ("rollout", "reward", "update"))
     for name, value in trained.policy.weights.full().items():
         torch.testing.assert_close(value, weights[name], atol=1e-9, rtol=1e-6)
 
@@ -404,8 +281,10 @@ def test_an_iteration_is_one_step_down_the_mean_loss(reduction, constant):
 def test_the_learning_rate_follows_its_schedule_step_by_step():
     trainer = make_trainer(lr=0.01, warmup_steps=3, lr_schedule="linear", iterations=4)
     rates = [trainer.iterate()["lr"] for _ in range(4)]
-    assert rates == pytest.approx([0.01 * lr_factor("linear", step, 3, 8) for step in (1, 3, 5, 7)])
-    assert trainer.update.step == 8 and len(set(rates)) == 4
+    assert rates == pytest.approx([0.005, 0.01, 0.006, 0.002]) and trainer.update.step == 8
+    for schedule, half, end in (("constant", 1, 1), ("linear", 0.5, 0), ("cosine", 0.5, 0)):
+        factors = [lr_factor(schedule, step, 4, 40) for step in (0, 3, 4, 22, 40)]
+        assert factors == pytest.approx([0.2, 0.8, 1, half, end])
 
 
 def test_lagging_weights_follow_after_the_iteration():
@@ -449,30 +328,15 @@ def test_an_objective_adapts_after_every_iteration_and_data_are_watched_before()
 )
 def test_policies_that_share_prefixes_get_whole_groups_where_they_fit(adjacent, batch_size, whole):
     policy = toys.make("causal")
-    groups = []
     policy.keep_groups_together = adjacent
     trainer = make_trainer(policy=policy, train_batch_size=batch_size, micro_batch_size=None)
+    counts = []
     points = trainer.objective.points
     trainer.objective.points = lambda policy, rollout, rng: (
-        groups.append(rollout.group) or points(policy, rollout, rng)
+        counts.extend(rollout.group.bincount(minlength=8).tolist()) or points(policy, rollout, rng)
     )
     trainer.iterate()
-    counts = torch.stack([group.bincount(minlength=8) for group in groups])
-    assert (
-        bool(torch.isin(counts, torch.tensor([0, 8])).all()) == whole
-        and int(counts.sum()) % 64 == 0
-    )
-
-
-def test_a_policy_knows_the_iteration_and_the_width_of_passes():
-    trainer = make_trainer()
-    seen = []
-    rollout = trainer.policy.rollout
-    trainer.policy.rollout = lambda *given: seen.append(given[3].iteration) or rollout(*given)
-    for _ in range(3):
-        trainer.iterate()
-    assert seen == [0, 1, 2] and trainer.policy.pass_sizes.rows == 16
-    assert make_trainer(policy=toys.make("flow", fixed_batch_rows=4)).policy.pass_sizes.rows == 4
+    assert (set(counts) == {0, 8}) == whole and sum(counts) % 64 == 0
 
 
 def test_answers_grow_longer_when_it_is_time():
@@ -481,9 +345,7 @@ def test_answers_grow_longer_when_it_is_time():
     for _ in range(5):
         trainer.iterate()
     assert policy.limits == [5, 5, 7, 7]
-    with pytest.raises(
-        UserError, match=r"train\.max_new_tokens_schedule: ToyFlow writes no answers"
-    ):
+    with pytest.raises(UserError, match="max_new_tokens_schedule: ToyFlow writes no answers"):
         make_trainer(max_new_tokens_schedule=((1, 5),))
 
 
@@ -506,20 +368,6 @@ def test_a_row_stays_when_one_of_its_decisions_does():
     )
 
 
-def test_learning_rate_schedules():
-    for schedule, warmup in (("constant", 0), ("linear", 3), ("cosine", 5)):
-        scheduled(schedule, warmup)
-
-
-def scheduled(schedule, warmup):
-    factors = [lr_factor(schedule, step, warmup, 40) for step in range(41)]
-    assert all(0 <= f <= 1 for f in factors) and factors[warmup] == 1.0
-    assert factors[:warmup] == sorted(factors[:warmup]) and factors[warmup:] == sorted(
-        factors[warmup:], reverse=True
-    )
-    assert factors[40] == (1.0 if schedule == "constant" else pytest.approx(0.0))
-
-
 def rows(first=0, prompts=6, copies=8):
     row = torch.arange(first * copies, (first + prompts) * copies)
     empty = torch.zeros(len(row), 1)
@@ -528,12 +376,8 @@ def rows(first=0, prompts=6, copies=8):
     )
 
 
-def test_batches_partition_the_rows_alike_on_any_number_of_processes():
-    for size in (1, 6, 12, 24, 48):
-        partition(size)
-
-
-def partition(size):
+@pytest.mark.parametrize("size", [1, 6, 12, 24, 48])
+def test_batches_partition_the_rows_alike_on_any_number_of_processes(size):
     rng = Rng.of("shuffle")
     whole = [b.row_id.tolist() for b in batches(rows(), [8] * 6, 48 // size, rng)]
     assert sorted(sum(whole, [])) == list(range(48)) and all(len(b) == size for b in whole)
@@ -545,14 +389,6 @@ def partition(size):
         assert set(one) == set(left) | set(right)
         if size % 6 == 0:
             assert len(left) == len(right), "every step has as many rows of every group"
-
-
-def test_batches_differ_between_epochs():
-    first, second = (
-        [b.row_id.tolist() for b in batches(rows(), [8] * 6, 4, Rng.of("shuffle", e))]
-        for e in (0, 1)
-    )
-    assert [set(b) for b in first] != [set(b) for b in second]
 
 
 def test_the_meter_hears_only_what_is_masked_in():
@@ -569,24 +405,22 @@ def test_the_meter_hears_only_what_is_masked_in():
     assert distributed.world() == (0, 1)
 
 
-def test_a_rollout_is_scored_again_only_where_two_roundings_would_meet():
-    """Tokens sampled with a KV cache, in half precision, with steps after the first; or on
-    request."""
-    options = TrainOptions(
-        prompts_per_iteration=2, group_size=4, train_batch_size=4, iterations=1, precision="bf16"
-    )
-    causal, masked, flow = (toys.make(family) for family in ("causal", "masked", "flow"))
-    assert logprob_gate.rescores(options, causal, steps=2) and not logprob_gate.rescores(
-        options, causal, steps=1
-    )
-    assert not logprob_gate.rescores(options, masked, steps=2) and not logprob_gate.rescores(
-        options, flow, steps=2
-    )
-    assert not logprob_gate.rescores(replace(options, precision="fp32"), causal, steps=2)
-    assert not logprob_gate.rescores(replace(options, recompute_old_logprob=False), causal, steps=2)
-    assert logprob_gate.rescores(replace(options, recompute_old_logprob=True), flow, steps=1)
-    causal.net.to(torch.bfloat16)
-    assert logprob_gate.rescores(replace(options, precision="fp32"), causal, steps=2)
+@pytest.mark.parametrize(
+    ("family", "steps", "options", "expected"),
+    [
+        ("causal", 2, {}, True),
+        ("causal", 1, {}, False),
+        ("masked", 2, {}, False),
+        ("flow", 2, {}, False),
+        ("causal", 2, {"precision": "fp32"}, False),
+        ("causal", 2, {"recompute_old_logprob": False}, False),
+        ("flow", 1, {"recompute_old_logprob": True}, True),
+    ],
+)
+def test_a_rollout_is_scored_again_where_two_roundings_would_meet(family, steps, options, expected):
+    """Tokens sampled with a KV cache, in half precision, with steps after the first."""
+    chosen = make_trainer(**{"precision": "bf16"} | options).options
+    assert logprob_gate.rescores(chosen, toys.make(family), steps) == expected
 
 
 @pytest.mark.parametrize("family", ["flow", "causal"])
@@ -606,10 +440,8 @@ def test_every_decision_is_scored_again_in_its_own_place(family):
     found = rescored.rollout.logprob - rollout.logprob
     torch.testing.assert_close(found, torch.where(mask, 0.25, 0.0), atol=1e-5, rtol=0)
     metrics = trainer.iterate()
-    assert (
-        metrics["ratio/max_deviation"] == pytest.approx(math.expm1(0.25), abs=1e-4)
-        and metrics["time/old_log_prob"]
-    )
+    assert metrics["ratio/max_deviation"] == pytest.approx(math.expm1(0.25), abs=1e-4)
+    assert metrics["time/old_log_prob"]
     trainer.update.options = replace(trainer.options, logprob_tolerance="auto")
     with pytest.raises(UserError, match="re-scored log-probs differ"):
         trainer.iterate()
