@@ -14,7 +14,6 @@ import torch
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
-from typer.testing import CliRunner
 
 from mmrl.apps.dry_run import published, rehearsal, replays
 from mmrl.apps.dry_run.dryrun import dry_run
@@ -23,7 +22,6 @@ from mmrl.apps.dry_run.fakes import Fakes
 from mmrl.apps.dry_run.page import lines
 from mmrl.apps.dry_run.rehearsal import rehearse
 from mmrl.apps.dry_run.tracked import passed, tracked
-from mmrl.cli.app import app
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
@@ -121,18 +119,6 @@ def test_forwards_are_those_of_the_run(tmp_path):
     passes = _passes(measure(CONFIG, overrides, 1), 1)
     rows = trainer.options.prompts_per_iteration * trainer.options.group_size
     assert passes["sampling"] == 4 * rows / 2 and passes["trained"] == metrics["decisions"] / 2
-
-
-def test_the_command_says_all_of_it():
-    overrides = changes("cogview4")
-    done = CliRunner().invoke(
-        app, ["train", str(CONFIG), "--dry-run", "--devices", "RTX4090", "--fit", *overrides]
-    )
-    text = " ".join(done.output.split())
-    assert done.exit_code == 0, done.output
-    for words in ("latents 4 x 8 x 8; 4 steps", "rows of the network to sample", "peak", "fits"):
-        assert words in text, words
-    assert "estimated as if" not in text and "unknown" not in text
 
 
 def test_what_training_refuses_is_refused(tmp_path):

@@ -119,7 +119,7 @@ def test_shards_by_arithmetic_are_those_of_torchs_tracker_on_a_pretended_world(
     passing = by_part["Activation"] + by_part["Temp"]
     assert passing == pytest.approx(memory["activations"] + memory["temporary"], rel=0.02)
     without = sum(memory.values()) - memory["optimizer"] - memory["autoencoder"]
-    assert by_part["Total"] == pytest.approx(without, rel=0.01 if whole else 0.1)
+    assert by_part["Total"] == pytest.approx(without, rel=0.02 if whole else 0.1)
     if whole:  # and the buffer in which it came
         arrived = by_part["Unsharded Param"] + by_part["All Gather"]
         assert memory["gathered layers"] == pytest.approx(arrived)

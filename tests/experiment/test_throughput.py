@@ -11,7 +11,7 @@ from mmrl.core.cards import CARDS, card_of
 from mmrl.experiment.throughput import ThroughputMeter
 from tests.train.test_trainer import make_trainer
 
-SIZES = {"prompts_per_iteration": 2, "group_size": 4, "train_batch_size": 8}
+SIZES = {"prompts_per_iteration": 2, "group_size": 4, "train_batch_size": 8, "micro_batch_size": 8}
 
 
 def test_the_first_iteration_is_counted_and_later_ones_follow_their_forwards():

@@ -208,12 +208,6 @@ def test_wrong_answers_are_corrected_by_loop(policy):
     assert len(mixed.sampled()[0]) == 18, "statistics are of what the policy wrote"
 
 
-class Writer(Taught):
-    """Takes solutions of six digits, and accepts a critique."""
-
-    capabilities = replace(Taught.capabilities, makes="text")
-
-
 def test_what_cannot_be_refined_or_corrected_is_refused(policy):
     for make, sentence in (
         (lambda: stages_of(setup_of(policy, asked(1))), "no prompt has the field 'rubric'"),
@@ -229,6 +223,6 @@ def test_what_cannot_be_refined_or_corrected_is_refused(policy):
     assert listed("7") == "7" and listed(["a", ("b", 1)]) == "- a\n- b"
     options = make_trainer("causal").options
     plain = replace(options, stages=(Refined(corrections=Corrections()),))
-    masked = replace(Writer.capabilities, one_pass=False)
+    masked = replace(Taught.capabilities, makes="text", one_pass=False)
     (problem,) = unsupported_options(plain, SimpleNamespace(capabilities=masked))
     assert "cannot go on with an answer; set continued to 0" in problem

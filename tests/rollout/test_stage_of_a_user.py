@@ -59,14 +59,6 @@ def test_it_is_refused_by_what_it_declares(stage):
         assert problems(plain | {"train": train}) == expected, situation
 
 
-def test_what_another_declares_is_refused_elsewhere(stage, monkeypatch):
-    other = replace(stage.effects, changes_sampling=True, looks_at_samples=False)
-    monkeypatch.setattr(stage, "effects", other)
-    plain = SITUATIONS["Ray elsewhere"]
-    (why,) = problems(plain | {"train": SIZES | {"stages": ["best_so_far"]}})
-    assert why == f"{KEY}: it does not work with sampling elsewhere: leave one of them out"
-
-
 def test_a_resume_and_a_dry_run_ask_what_it_declares(stage, monkeypatch):
     before, after = ([{"best_so_far": {"margin": margin}}] for margin in (0.0, 0.1))
     train = TrainOptions(**SIZES, stages=(stage(),))

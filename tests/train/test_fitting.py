@@ -118,20 +118,6 @@ def test_decoding_halves_by_itself_and_leaves_training_alone():
             policy.decode(rollout)
 
 
-def test_the_autoencoder_works_in_parts_where_it_is_asked_to():
-    """Slices are the same samples; tiles of a size at which one covers the sample too."""
-    plain = make("flux")
-    parts = make("flux", vae_tiling=True, vae_slicing=True)
-    assert parts.vae.use_tiling and parts.vae.use_slicing
-    assert not plain.vae.use_tiling and not plain.vae.use_slicing
-    with torch.no_grad():
-        rollout = plain.rollout(PROMPTS, 2, Rng.of("same"))
-        torch.testing.assert_close(parts.decode(rollout), plain.decode(rollout), atol=1e-5, rtol=0)
-    parts.vae = nn.Identity()
-    with pytest.raises(UserError, match="policy option vae_tiling: Identity has no tiling"):
-        parts.decode_in_parts(True, False)
-
-
 def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
     plain = toys.make("flow")
     kept = toys.make("flow", offload_trajectory=True)

@@ -16,7 +16,6 @@ from mmrl.experiment.build import read
 from mmrl.objectives import PolicyGradient
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
-from mmrl.train.reward_weights import influences
 from mmrl.train.trainer import Trainer
 from mmrl.zoo.advantages import Running
 from tests.core.test_imports import ROOT
@@ -105,14 +104,6 @@ def test_shares_and_memories_survive_a_resume():
     state.restore(resumed, arrays, json.loads(json.dumps(meta)))
     assert resumed.reward_weights.shares == trainer.reward_weights.shares != {}
     assert trainer.iterate()["reward_weight/toy"] == resumed.iterate()["reward_weight/toy"]
-
-
-def test_the_reward_that_agrees_with_the_others_gains():
-    rows = [torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0]), torch.tensor([-1.0, 0.0])]
-    product = influences([[row] for row in rows], cosine=False)
-    assert product == [1.0, 2.0, -1.0]
-    cosine = influences([[row[:1], row[1:]] for row in rows], cosine=True)
-    assert cosine == pytest.approx([1 / math.sqrt(2), 1.0, -1 / math.sqrt(2)])
 
 
 def test_what_cannot_be_weighed_is_refused():

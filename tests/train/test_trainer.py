@@ -405,24 +405,6 @@ def test_the_meter_hears_only_what_is_masked_in():
     assert distributed.world() == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("family", "steps", "options", "expected"),
-    [
-        ("causal", 2, {}, True),
-        ("causal", 1, {}, False),
-        ("masked", 2, {}, False),
-        ("flow", 2, {}, False),
-        ("causal", 2, {"precision": "fp32"}, False),
-        ("causal", 2, {"recompute_old_logprob": False}, False),
-        ("flow", 1, {"recompute_old_logprob": True}, True),
-    ],
-)
-def test_a_rollout_is_scored_again_where_two_roundings_would_meet(family, steps, options, expected):
-    """Tokens sampled with a KV cache, in half precision, with steps after the first."""
-    chosen = make_trainer(**{"precision": "bf16"} | options).options
-    assert logprob_gate.rescores(chosen, toys.make(family), steps) == expected
-
-
 @pytest.mark.parametrize("family", ["flow", "causal"])
 def test_every_decision_is_scored_again_in_its_own_place(family):
     """A sampler that records something else is mended, or stopped by the gate; what is not trained
