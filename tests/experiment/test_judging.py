@@ -22,11 +22,6 @@ objective: {policy_gradient: {clip_range: 1e-3}}
 optimizer: {adamw: {lr: 1e-3}}
 train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 8, iterations: 1}
 """
-NAMED = {
-    "clip_similarity": ["field"],
-    "directional_clip": ["source", "source_text", "target_text"],
-    "ocr": ["field"],
-}
 
 
 def written(folder, sections, prompt):
@@ -37,14 +32,13 @@ def written(folder, sections, prompt):
     return path
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_a_field_that_an_option_names_is_the_one_that_is_needed(name, tmp_path):
-    options = {option: f"my_{option}" for option in NAMED[name]}
-    fields = dict.fromkeys(options.values(), "x")
-    configuration = read(written(tmp_path, {"reward": {name: options}}, fields), [])
-    check_needs(configuration, configuration.build("data", DATA), {})
-    with pytest.raises(UserError, match="needs the field 'my_"):
-        lacking = read(written(tmp_path, {"reward": {name: options}}, {}), [])
+def test_a_field_that_an_option_names_is_the_one_that_is_needed(tmp_path):
+    options = {"source": "a", "source_text": "b", "target_text": "c"}
+    chosen = {"reward": {"directional_clip": options, "ocr": {"field": "d"}}}
+    known = read(written(tmp_path, chosen, dict.fromkeys("abcd", "x")), [])
+    check_needs(known, known.build("data", DATA), {})
+    lacking = read(written(tmp_path, chosen, dict.fromkeys("abc", "x")), [])
+    with pytest.raises(UserError, match="needs the field 'd'"):
         check_needs(lacking, lacking.build("data", DATA), {})
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmrl.core.cards import CARDS, card_of
+from mmrl.core.cards import CARDS
 from mmrl.experiment.throughput import ThroughputMeter
 from tests.train.test_trainer import make_trainer
 
@@ -37,16 +37,3 @@ def test_off_the_table_nothing_is_counted():
     metrics = {"seconds": 3.0, "answer/tokens": 50.0, "time/sync": 1.5}
     rates = meter.rates(metrics, plan)
     assert rates == {"throughput/samples": 2.0, "throughput/tokens": 100.0, "share/sync": 0.5}
-
-
-def test_cards_are_known_by_what_drivers_call_them():
-    names = {
-        "NVIDIA H100 80GB HBM3": "H100",
-        "NVIDIA GeForce RTX 4090": "RTX4090",
-        "NVIDIA L40S": "L40S",
-        "NVIDIA H200": "H200",
-        "NVIDIA A100-SXM4-80GB": "A100-80",
-        "Tesla T4": None,
-    }
-    for name, card in names.items():
-        assert card_of(name) is (None if card is None else CARDS[card]), name

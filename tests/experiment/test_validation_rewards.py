@@ -89,19 +89,6 @@ def test_the_factor_is_that_of_the_last_evaluation_also_after_a_resume(family, t
     assert all(torch.equal(x, right[name]) for name, x in left.items())
 
 
-def test_training_pushes_nothing_where_validation_is_measured():
-    volume = hypervolume([near, small], measured="validation", reference=[-1.0, -1.0])
-    media = torch.zeros(2, 1, 2, 2)
-    volume(media, toys.prompts(2))
-    volume.remember()
-    assert volume.front == [] and volume.factor() == 0.5
-    volume(media, toys.prompts(2))
-    volume.validated()
-    assert len(volume.front) == 1 and volume.factor() > 0.5
-    volume.validated()  # a reward that was not asked has nothing to keep
-    assert len(volume.front) == 1 and volume.factor() == 0.5
-
-
 @pytest.mark.parametrize("missing", ["train.evaluate_every=0", "evaluate.split=all"])
 def test_evaluations_that_are_not_made_are_refused(missing):
     parts = "[jpeg_compressibility, jpeg_incompressibility]"

@@ -17,6 +17,7 @@ from mmrl.zoo.advantages import soft
 from rewards import Count
 from samplers.noise import Rng
 from tests.fixtures import tiny_vlms
+from tests.fixtures.stages import assert_recorded
 from tests.policies.vlm.test_vlm_policy import native, point_of, policy_of, quiet  # noqa: F401
 
 ASKED = [
@@ -47,9 +48,7 @@ def test_the_ground_truth_has_the_models_own_log_probs(policy):
     assert float(apart.abs().max()) < 1e-5 and bool(
         (found.logprob[rows][found.mask[rows]] < 0).all()
     )
-    point = point_of(policy, found)
-    scored = policy.dist(point).log_prob(point.target)
-    assert torch.allclose(scored[found.mask], found.logprob[found.mask], atol=1e-5)
+    assert_recorded(policy, found)
 
 
 def test_other_rows_are_those_without_it_and_an_answer_that_cannot_be_given_is_not(policy):

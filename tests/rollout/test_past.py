@@ -27,7 +27,7 @@ from mmrl.zoo.stages.replay_buffer import ReplayBuffer
 from mmrl.zoo.stages.response_reuse import PICKS, ReusedResponses, stratified
 from samplers.noise import Rng
 from tests.fixtures import past_worker, toys, warm
-from tests.fixtures.stages import met
+from tests.fixtures.stages import assert_recorded, met
 from tests.fixtures.tiny_masked_lm import folder
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 from tests.train.test_processes import same
@@ -65,12 +65,6 @@ def moved(policy, size=0.05):
             weight.add_(size * torch.randn(weight.shape, generator=generator))
 
 
-def assert_scored(policy, rollout, rows):
-    """Recorded log-probs of these rows are those of the policy."""
-    found = rescored(policy, rollout, rows)[rollout.mask]
-    torch.testing.assert_close(found, rollout.logprob[rollout.mask], atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_groups_have_the_ratio_to_the_weights_that_sampled(kind):
     policy = made(kind)
@@ -91,7 +85,7 @@ def test_replayed_groups_have_the_ratio_to_the_weights_that_sampled(kind):
     one, two = entry.rollout.row_tensors(), again.rollout.row_tensors()
     assert set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
     assert again.rewards["r"].tolist() == [0, 0, 3] and (again.index, again.iteration) == (1, 7)
-    assert_scored(policy, rollout, torch.ones_like(old))
+    assert_recorded(policy, rollout)
     moved(policy)
     ratios = []
     objective = PolicyGradient()
@@ -123,7 +117,8 @@ def test_the_last_right_answer_joins_an_all_wrong_group(kind, place):
     assert mixed.rewards["r"].tolist() == [0.0] * (length - 1) + [1]
     assert torch.equal(rollout.sample[-1], first.rollout.sample[1])
     assert sizes_of_all(rollout) == [3, length - 3]
-    assert_scored(policy, rollout, old)
+    rescored_rows = rescored(policy, rollout, old)[rollout.mask]
+    torch.testing.assert_close(rescored_rows, rollout.logprob[rollout.mask], atol=1e-5, rtol=0)
     assert torch.equal(rollout.sample[:5], second.rollout.sample[:5])
 
 

@@ -16,6 +16,7 @@ from mmrl.rollout.stages import Drawn, Setup, stages_of
 from mmrl.zoo.stages.refinement import Corrections, Refined, listed
 from samplers.noise import Rng
 from tests.fixtures import toys
+from tests.fixtures.stages import assert_recorded
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 from tests.rollout.test_written_answers import Taught, asked
 from tests.train.test_trainer import make_trainer
@@ -70,11 +71,7 @@ def test_a_group_with_room_gets_an_answer_to_the_plain_question(policy, place):
     (new,) = rollout.provenance.is_ground_truth.nonzero()[:, 0].tolist()
     assert new == {"append": 3, "replace": 2}[place]
     assert rollout.prompt_per_row()[new]["text"] == prompts[0]["text"]
-    (point,) = policy.path(rollout[new : new + 1])
-    with torch.no_grad():
-        logp = policy.dist(point).log_prob(point.target)
-    recorded = rollout.logprob[[new]]
-    torch.testing.assert_close(logp[point.mask], recorded[point.mask], atol=1e-5, rtol=0)
+    assert_recorded(policy, rollout[new : new + 1])
     assert mixed.rewards["r"][new] == len(mixed.media[new])
     assert len(mixed.sampled()[0]) == 6
 
@@ -200,11 +197,7 @@ def test_wrong_answers_are_corrected_by_loop(policy):
         assert media == (f"t{row}" if text is None else media) and len(media) <= 60
         if text is not None:
             assert media.removesuffix(wide.inputs.tokenizer.eos_token or "") == text
-    rows = mixed.rollout[new]
-    (point,) = wide.path(rows)
-    with torch.no_grad():
-        logp = wide.dist(point).log_prob(point.target)
-    torch.testing.assert_close(logp[point.mask], rows.logprob[point.mask], atol=1e-5, rtol=0)
+    assert_recorded(wide, mixed.rollout[new])
     assert len(mixed.sampled()[0]) == 18, "statistics are of what the policy wrote"
 
 

@@ -22,7 +22,7 @@ from samplers.noise import Rng
 from samplers.warp import Anneal
 from tests.experiment.test_resume import resumes
 from tests.fixtures import image_tokens, toys
-from tests.fixtures.stages import met
+from tests.fixtures.stages import assert_recorded, met
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 from tests.rollout.test_past import moved
 from tests.rollout.test_written_answers import asked
@@ -95,9 +95,7 @@ def test_answers_are_those_of_the_policy_by_enumeration(full):
     assert close.all()
     (lengths,) = drafts.accepted
     assert lengths[:, 1].eq(2).all() and 0.1 < (lengths[:, 0] == 2).float().mean() < 0.95
-    (point,) = policy.path(rows)
-    logp = policy.dist(point).log_prob(point.target)
-    torch.testing.assert_close(logp, rows.logprob, atol=1e-5, rtol=0)
+    assert_recorded(policy, rows)
 
 
 def of_folder(kind, name):
@@ -128,10 +126,7 @@ def test_a_draft_of_the_same_weights_is_kept_whole_and_of_others_in_part(kind):
     assert set(same.row_tensors()) == set(old.row_tensors())
     moved(policy, 0.2 if kind == "causal" else 0.02)
     other = answer(policy, prompts, 3, Rng.of("new"), drafts)
-    (point,) = policy.path(other)
-    with torch.no_grad():
-        logp = policy.dist(point).log_prob(point.target)
-    torch.testing.assert_close(logp[other.mask], other.logprob[other.mask], atol=1e-4, rtol=0)
+    assert_recorded(policy, other, atol=1e-4)
     kept = drafts.accepted[-1]
     for row in range(len(old)):
         count = int(kept[row, 0])
@@ -197,10 +192,7 @@ def test_a_draft_is_read_in_one_pass_and_sampling_goes_on_from_it(strings, annea
     torch.testing.assert_close(slow.values[..., 0], fast.entropy, atol=2e-4, rtol=0)
     certainty = fast.tokens.self_certainty
     torch.testing.assert_close(slow.values[..., 1], certainty, atol=2e-4, rtol=0)
-    (point,) = policy.path(fast)
-    with torch.no_grad():
-        logp = policy.dist(point).log_prob(point.target)
-    torch.testing.assert_close(logp[fast.mask], fast.logprob[fast.mask], atol=1e-4, rtol=0)
+    assert_recorded(policy, fast, atol=1e-4)
 
 
 def test_what_is_kept_is_the_published_rule_by_loop():
