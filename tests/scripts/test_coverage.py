@@ -44,22 +44,6 @@ def test_mistakes_are_noticed():
         assert problem.startswith("k: ") and message in problem, change
 
 
-def test_the_page_has_a_row_for_every_paper_of_the_list(tmp_path):
-    text = "## A. Images\n| P | Seed | Title | Acronym |\n|---|---|---|---|\n"
-    text += "| P0 | [001] mm1 | A \\| B | AB | x |\n| P2 | [001] mm2 | no | no | x |\n"
-    text += "## B. Texts\n| P1 | [000] ot1 | C | CC | x |\n"
-    (tmp_path / "papers.md").write_text(text)
-    listed = coverage.papers(tmp_path / "papers.md")
-    assert [(p.key, p.priority, p.section) for p in listed] == [
-        ("mm1", "P0", "A. Images"),
-        ("ot1", "P1", "B. Texts"),
-    ]
-    missing = {"paper": "CC", "status": "missing"}
-    page = coverage.page({"mm1": GOOD, "ot1": missing}, listed)
-    assert "AB (mm1) | advantages `grpo` | " in page
-    assert "| A. Images | 1 | 0 | 0 |" in page and "| B. Texts | 0 | 0 | 1 |" in page
-
-
 @pytest.mark.skipif(not coverage.PAPERS.is_file(), reason="the list of papers is not there")
 def test_the_page_is_up_to_date_with_the_list():
     listed = coverage.papers()
