@@ -4,7 +4,6 @@ move."""
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from mmrl.advantages import dr_grpo
 from mmrl.core.errors import UserError
 from mmrl.core.types import Completion, Rewards
 from mmrl.scoring import Handling, Scorer
-from mmrl.zoo.advantages import temporal
 from mmrl.zoo.advantages.online import MaxMin, Running
 from rewards import (
     answer_frequency,
@@ -278,14 +276,6 @@ ROWS = rollout([0, 0, 0, 1, 1, 1])
 LOW = torch.tensor([0.1, 0.2, 0.3, 0.0, 0.1, 0.1])
 HIGH = torch.tensor([0.9, 0.7, 0.8, 1.0, 0.9, 0.6])
 FAILED = torch.full((6,), math.nan)
-
-
-@pytest.mark.parametrize("make", [Running, MaxMin])
-def test_an_advantage_of_decisions_keeps_all_of_them(make):
-    words = ROWS.replace(mask=torch.ones(6, 3, dtype=torch.bool), logprob=torch.zeros(6, 3))
-    advantages = make(base=partial(temporal, base=dr_grpo, strength=2.0))(LOW, words)
-    middle = make(base=dr_grpo)(LOW, words)
-    torch.testing.assert_close(advantages, middle * torch.tensor([3.0, 1.0, 3.0]))
 
 
 def test_an_iteration_in_which_a_reward_failed_moves_nothing():

@@ -184,48 +184,12 @@ def test_jpeg_sizes_of_a_gradient_and_of_grey():
     kilobytes = jpeg_incompressibility(media, asked(2))
     torch.testing.assert_close(kilobytes, torch.tensor([1.361, 0.689]), rtol=0.02, atol=0)
     assert torch.equal(jpeg_compressibility(media, asked(2)), -kilobytes)
+    assert (jpeg_incompressibility(media, asked(2), quality=30) < kilobytes).all()
     flow_grpo = jpeg_compressibility(media, asked(2), scale=1 / 500)
     torch.testing.assert_close(flow_grpo, torch.tensor([-0.002722, -0.001378]), rtol=0.02, atol=0)
 
 
-def test_jpeg_grows_with_noise_and_quality_and_rounds_like_published():
-    media = pictures(4)
-    sizes = jpeg_incompressibility(media, asked(4))
-    assert (sizes.diff() > 0).all()
-    assert (jpeg_incompressibility(media, asked(4), quality=30) < sizes).all()
-    assert torch.equal(jpeg_incompressibility(eighth(media) + 0.4 / 255, asked(4)), sizes)
-    with pytest.raises(UserError, match="quality is 1 to 100, got 0"):
-        jpeg_incompressibility(media, asked(4), quality=0)
-
-
 # The user's own
-
-
-MINE = '''
-import torch
-
-def redness(media, prompts, *, scale=1.0):
-    """Mean of the red channel."""
-    return scale * media[:, 0].float().mean((1, 2))
-
-class Constant:
-    def __init__(self, value: float = 0.5):
-        self.value = value
-
-    def __call__(self, media, prompts):
-        return torch.full((len(prompts),), self.value)
-'''
-
-
-def test_rewards_of_the_user_are_found_by_file_and_by_module(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards_here.py").write_text(MINE)
-    media = pictures(3)
-    red = REWARDS.build(f"{tmp_path}/my_rewards_here.py:redness", scale=2.0)
-    torch.testing.assert_close(red(media, asked(3)), 2 * media[:, 0].mean((1, 2)))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    constant = REWARDS.build("my_rewards_here:Constant", value=0.25)
-    assert constant(media, asked(3)).tolist() == [0.25] * 3
 
 
 def test_a_reward_that_cannot_be_found_says_where_one_looked(subtests):

@@ -15,7 +15,7 @@ from mmrl.core.media.sound import with_sound
 from mmrl.core.registry import POLICIES, REWARDS, load_built_in
 from rewards.card import card_of
 from rewards.combined.members import merged
-from rewards.videos.av_align import onsets, overlap
+from rewards.videos.av_align import overlap
 from rewards.videos.pe_av import EMBEDDINGS
 from samplers.noise import Rng
 from tests.fixtures.tiny_rewards import asked
@@ -204,17 +204,6 @@ def test_events_are_the_most_that_can_be_paired():
         events = naive(heard, seen, 0.1)
         together = len(heard) + len(seen) - events
         assert overlap(heard, seen, 0.1) == pytest.approx(events / together)
-
-
-@pytest.mark.parametrize("rate", [8000, 48000])
-def test_onsets_are_where_tones_set_in(rate):
-    time = np.arange(2 * rate) / rate
-    wave = sum(
-        np.where(time >= at, np.exp(-20 * np.maximum(time - at, 0)), 0) * np.sin(3000 * time)
-        for at in (0.4, 0.9, 1.5)
-    )
-    np.testing.assert_allclose(onsets(wave, rate), [0.4, 0.9, 1.5], atol=0.06)
-    assert not len(onsets(np.zeros(rate), rate))
 
 
 def test_videos_without_sound_or_motion_are_refused():
