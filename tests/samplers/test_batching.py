@@ -8,15 +8,11 @@ from samplers.batching import at_width, chunks, peak_bytes, rows_that_fit
 WEIGHT = torch.ones(100, 100)
 
 
-def test_chunks_cover_everything_once(subtests):
+def test_chunks_cover_everything_once():
     for count, size in [(0, 3), (1, 3), (3, 3), (7, 3), (7, 1), (7, 100)]:
-        with subtests.test(count=count, size=size):
-            parts = [list(range(count))[part] for part in chunks(count, size)]
-            assert sum(parts, []) == list(range(count))
-            assert all(1 <= len(part) <= size for part in parts) and len(parts) == -(-count // size)
-
-
-def test_a_chunk_needs_a_row():
+        parts = [list(range(count))[part] for part in chunks(count, size)]
+        assert sum(parts, []) == list(range(count))
+        assert all(1 <= len(part) <= size for part in parts) and len(parts) == -(-count // size)
     with pytest.raises(ValueError, match="at least 1 row"):
         chunks(5, 0)
 
@@ -43,54 +39,29 @@ def views_and_in_place():
     torch.sum(WEIGHT[3:], 0, out=x[:100])
 
 
-def kept_alive():
-    return [torch.zeros(250) for _ in range(4)]
+def saved_for_the_backward_pass():
+    return torch.zeros(1000, requires_grad=True).tanh().tanh().tanh()
 
 
-def released_then_smaller():
-    big = torch.zeros(2000)
-    del big
-    return torch.zeros(500)
-
-
-def other_types():
-    return (
-        torch.zeros(10, dtype=torch.float64),
-        torch.zeros(10, dtype=torch.bool),
-        torch.zeros(10, dtype=torch.bfloat16),
-    )
-
-
-def test_peak_bytes_by_hand(subtests):
-    for fn, wanted in [
-        (lambda: two_at_a_time(1), 800),
+@pytest.mark.parametrize(
+    ("fn", "wanted"),
+    [
         (lambda: two_at_a_time(8), 6400),
         (chain, 8000),
         (views_and_in_place, 4000),
-        (kept_alive, 4000),
-        (released_then_smaller, 8000),
-        (other_types, 80 + 10 + 20),
+        (lambda: [torch.zeros(250) for _ in range(4)], 4000),
+        (saved_for_the_backward_pass, 4 * 4000),
+        (torch.no_grad()(saved_for_the_backward_pass), 2 * 4000),
         (lambda: None, 0),
         (lambda: WEIGHT.t()[2:], 0),
-    ]:
-        with subtests.test(fn=fn, wanted=wanted):
-            assert peak_bytes(fn) == wanted
-            assert peak_bytes(fn) == wanted  # what the first run left behind does not count
+    ],
+)
+def test_peak_bytes_by_hand(fn, wanted):
+    assert peak_bytes(fn) == wanted
+    assert peak_bytes(fn) == wanted  # what the first run left behind does not count
 
 
-def test_peak_bytes_sees_what_autograd_keeps():
-    """y = tanh(tanh(x)): both outputs are saved for the backward pass, none without gradients."""
-    x = torch.zeros(1000, requires_grad=True)
-
-    def forward():
-        return x.tanh().tanh().tanh()
-
-    assert peak_bytes(forward) == 3 * 4000
-    with torch.no_grad():
-        assert peak_bytes(forward) == 2 * 4000
-
-
-def test_peak_bytes_counts_the_backward_pass():
+def test_peak_bytes_counts_the_backward_pass_and_an_error_leaves_nothing_behind():
     layer = torch.nn.Linear(100, 100, bias=False)
 
     def backward():
@@ -98,15 +69,9 @@ def test_peak_bytes_counts_the_backward_pass():
         layer(torch.zeros(2, 100)).sum().backward()
 
     assert peak_bytes(backward) >= 100 * 100 * 4  # the gradient of the weight
-
-
-def test_an_error_passes_through_and_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         peak_bytes(lambda: 1 / 0)
     assert peak_bytes(chain) == 8000
-
-
-# Rows that fit
 
 
 def test_rows_that_fit_by_hand():
@@ -119,29 +84,11 @@ def test_rows_that_fit_by_hand():
         assert rows_that_fit(forward, 4000 + 100 * rows + 99, 100) == rows
     assert rows_that_fit(forward, 10**9, 37) == 37
     assert rows_that_fit(forward, 4100, 1) == 1
+    assert rows_that_fit(lambda rows: torch.zeros(10), 40, 12) == 12  # rows cost nothing
     with pytest.raises(ValueError, match="one row needs 4,100 bytes, the budget is 4,099"):
         rows_that_fit(forward, 4099, 100)
     with pytest.raises(ValueError, match="at least 1"):
         rows_that_fit(forward, 5000, 0)
-
-
-def test_rows_that_cost_nothing():
-    assert rows_that_fit(lambda rows: torch.zeros(10), 40, 12) == 12
-
-
-def test_what_fits_stays_within_the_budget():
-    network = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.SiLU(), torch.nn.Conv2d(8, 3, 3)
-    )
-
-    def forward(rows):
-        with torch.no_grad():
-            return network(torch.zeros(rows, 3, 16, 16))
-
-    budget = 10**6
-    rows = rows_that_fit(forward, budget, 1000)
-    assert 1 < rows < 1000
-    assert peak_bytes(lambda: forward(rows)) <= budget < peak_bytes(lambda: forward(rows + 1))
 
 
 # Constant width
@@ -157,6 +104,7 @@ def test_the_rows_left_in_a_chunk_do_not_change_a_bit():
         whole = network(x)
         for rows in range(1, 17):
             assert torch.equal(at_width(network, 16, x[:rows]), whole[:rows])
+    assert at_width(lambda y: y, 16, x) is x
 
 
 def test_the_function_sees_the_width_and_nests_survive():
@@ -170,29 +118,18 @@ def test_the_function_sees_the_width_and_nests_survive():
     a = torch.arange(8.0).view(2, 4)
     b = torch.arange(2)
     nest = at_width(fn, 5, {"a": a, "b": [b], "scale": 2.0, "none": None}, (a, b.bool()))
-    assert widths == [(5, 5, 5)]
-    assert (
-        torch.equal(nest["sum"], 2 * a)
-        and torch.equal(nest["parts"][0], b)
-        and nest["parts"][1] is None
-    )
-
-
-def test_full_width_passes_untouched():
-    x = torch.zeros(3, 2)
-    assert at_width(lambda y: y, 3, x) is x
+    assert widths == [(5, 5, 5)] and torch.equal(nest["sum"], 2 * a)
+    assert torch.equal(nest["parts"][0], b) and nest["parts"][1] is None
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_gradients_are_those_of_the_real_rows(rows):
     x = torch.randn(rows, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    padded = at_width(lambda y: (y @ weight).tanh(), 5, x)
     expected = torch.autograd.grad((x @ weight).tanh().square().sum(), [x, weight])
-    gradients = torch.autograd.grad(
-        at_width(lambda y: (y @ weight).tanh(), 5, x).square().sum(), [x, weight]
-    )
-    for gradient, reference in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(gradient, reference, atol=1e-12, rtol=1e-12)
+    gradients = torch.autograd.grad(padded.square().sum(), [x, weight])
+    torch.testing.assert_close(gradients, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_at_width_refuses():

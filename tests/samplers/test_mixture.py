@@ -92,16 +92,6 @@ KERNELS = [
 ]
 
 
-def test_the_velocity_is_that_of_the_mixture():
-    """The marginals solve the continuity equation: d density / dt = -d (velocity density) / dx."""
-    for t in (0.2, 0.5, 0.8):
-        rate = (density(LINE, t + 1e-5) - density(LINE, t - 1e-5)) / 2e-5
-        flux = velocity(LINE, t) * density(LINE, t)
-        torch.testing.assert_close(
-            rate[1:-1], -(flux[2:] - flux[:-2]) / (2 * CELL), atol=5e-3, rtol=0
-        )
-
-
 def test_kernels_converge_to_the_marginal_at_first_order(subtests):
     for kernel, eta in KERNELS:
         with subtests.test(kernel=kernel, eta=eta):
