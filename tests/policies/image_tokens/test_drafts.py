@@ -5,14 +5,10 @@ import torch
 
 from mmrl.policies.base import NO_CONTEXT, Drafts
 from mmrl.policies.image_tokens.network import spans
-from mmrl.zoo.models.image_tokens.emu3 import Emu3
-from mmrl.zoo.models.image_tokens.glm_image import GlmImage
-from mmrl.zoo.models.image_tokens.janus import Janus
-from mmrl.zoo.models.image_tokens.llamagen import LlamaGen
-from mmrl.zoo.models.image_tokens.var import VAR
 from samplers.noise import Rng
 from samplers.warp import Anneal
-from tests.fixtures import image_tokens, toys
+from tests.fixtures import toys
+from tests.fixtures.image_tokens import policy_of
 
 RECORDS = {"record_entropy": True, "record_self_certainty": True}
 GUIDED = {"guidance_scale": 2.0}
@@ -20,30 +16,13 @@ CONDITIONAL = {"guidance_scale": 2.0, "logprob_guidance": "conditional"}
 COPIES = 5
 
 
-def janus(**options):
-    folder = image_tokens.folder("llamagen").parent / "janus-drafts"
-    if not folder.exists():
-        image_tokens.tiny_janus(folder, 16)
-    return Janus(str(folder), **options)
-
-
-def of(kind, name):
-    return lambda **options: kind(str(image_tokens.folder(name)), **options)
-
-
-def texts(**options):
-    folder = image_tokens.folder("llamagen")
-    return LlamaGen(str(folder), text_encoder=str(folder / "t5"), **options)
-
-
 KINDS = {
-    "llamagen": (texts, GUIDED),
-    "classes": (of(LlamaGen, "llamagen-classes"), CONDITIONAL),
-    "annealed": (of(LlamaGen, "llamagen-classes"), {"anneal": Anneal(1.3, 0.5, 2.0)}),
-    "var": (of(VAR, "var"), GUIDED),
-    "janus": (janus, GUIDED),
-    "emu3": (of(Emu3, "emu3"), {"size": 16, "negative": "ugly", **GUIDED}),
-    "glm_image": (of(GlmImage, "glm_image"), {"size": 64, "steps": 2}),
+    "llamagen": GUIDED,
+    "llamagen-classes": CONDITIONAL | {"anneal": Anneal(1.3, 0.5, 2.0)},
+    "var": GUIDED,
+    "janus-images": GUIDED,
+    "emu3": GUIDED,
+    "glm_image": {},
 }
 
 
@@ -65,9 +44,8 @@ def slow(policy, rollout, rng, forced):
 def test_a_draft_is_read_in_one_pass_and_drawn_on_from_what_is_kept(kind):
     """Rows keep 0, 1, 2 ... tokens; tokens, log-probs and quantities are those of writing all of
     them again; no kept block makes a separate pass."""
-    make, options = KINDS[kind]
     size = None if kind == "llamagen" else 4
-    policy = make(**options, **RECORDS)
+    policy = policy_of(kind, double=False, vocab=16, **KINDS[kind], **RECORDS)
     policy.pass_sizes.rows = size
     prompts = [prompt | {"label": n} for n, prompt in enumerate(toys.prompts(2))]
     with torch.no_grad():

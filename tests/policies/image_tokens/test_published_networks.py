@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mmrl.zoo.models.image_tokens.llamagen import LlamaGen
-from mmrl.zoo.models.image_tokens.var import VAR
 from mmrl.zoo.models.image_tokens.var_net import Shape, VARNet
 from mmrl.zoo.models.image_tokens.var_vq import Quantizer
 from samplers.noise import Rng
-from tests.fixtures.image_tokens import at, every, tiny_llamagen, tiny_var
+from tests.fixtures.image_tokens import at, every, policy_of
+
+SIDES = (1, 2, 3)
+VAR_IDS = every(2, 14)[[4711, 9001]]
 
 
 def attention(q, k, v, seen, scale):
@@ -22,20 +23,22 @@ def attention(q, k, v, seen, scale):
 # VAR
 
 
-def var_inputs(w, codebook, convs, sides, label, ids):
+def var_inputs(w, quantizer, label, ids):
     """[L, C]: the class, then each next scale's input from the image so far."""
     x = [w["class_emb.weight"][label][None] + w["pos_start"][0]]
-    last = sides[-1]
+    codebook = quantizer.embedding.weight
+    last = SIDES[-1]
     start = 0
     image = torch.zeros(1, codebook.shape[1], last, last, dtype=codebook.dtype)
-    for k, side in enumerate(sides[:-1]):
+    for k, side in enumerate(SIDES[:-1]):
         h = codebook[ids[start : start + side * side]].T.reshape(1, -1, side, side)
         h = F.interpolate(h, size=(last, last), mode="bicubic")
-        image = image + 0.5 * h + 0.5 * F.conv2d(h, *convs[k], padding=1)
-        pooled = F.adaptive_avg_pool2d(image, sides[k + 1])[0].flatten(1).T
+        conv = quantizer.quant_resi.qresi_ls[(0, 2)[k]]
+        image = image + 0.5 * h + 0.5 * F.conv2d(h, conv.weight, conv.bias, padding=1)
+        pooled = F.adaptive_avg_pool2d(image, SIDES[k + 1])[0].flatten(1).T
         x.append(pooled @ w["word_embed.weight"].T + w["word_embed.bias"])
         start += side * side
-    level = torch.arange(len(sides)).repeat_interleave(torch.tensor(sides) ** 2)
+    level = torch.arange(len(SIDES)).repeat_interleave(torch.tensor(SIDES) ** 2)
     return torch.cat(x) + w["lvl_embed.weight"][level] + w["pos_1LC"][0], level
 
 
@@ -61,15 +64,16 @@ def normed(x):
     return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-6).sqrt()
 
 
-def var_logits(w, codebook, convs, sides, label, ids):
-    x, level = var_inputs(w, codebook, convs, sides, label, ids)
+def layer(w, name):
+    """The weights below ``name``."""
+    return {key.removeprefix(name): w[key] for key in w if key.startswith(name)}
+
+
+def var_logits(w, quantizer, label, ids):
+    x, level = var_inputs(w, quantizer, label, ids)
     about = F.silu(w["class_emb.weight"][label])
     for i in range(2):
-        weights = {
-            name.split(".", 2)[2]: value
-            for name, value in w.items()
-            if name.startswith(f"blocks.{i}.")
-        }
+        weights = layer(w, f"blocks.{i}.")
         if "ada_gss" in weights:
             modulation = (
                 w["shared_ada_lin.1.weight"] @ about
@@ -92,55 +96,28 @@ def random(module):
     return module
 
 
-@pytest.mark.parametrize("together", [False, True])
 @torch.no_grad()
-def test_var_is_what_was_published(together, tmp_path):
-    sides = (1, 2, 3)
-    ids = every(2, 14)[[4711, 9001]]
-    if together:
-        net = VARNet(
-            Shape(16, 2, 2, sides, 2, 4, 5, 24, shared=True),
-            random(Quantizer(2, 4, sides).double()),
-        )
-        random(net.double())
-    else:
-        net = VAR(str(tiny_var(tmp_path, sides, 2))).net.double()
-        net.outside[0].double()
+def test_var_with_shared_modulation_is_what_was_published():
+    quantizer = random(Quantizer(2, 4, SIDES).double())
+    net = random(VARNet(Shape(16, 2, 2, SIDES, 2, 4, 5, 24, shared=True), quantizer).double())
     net.blocks[0].attn.scale_mul_1H11[0, 0] = 7.0  # beyond ln 100, where it is cut
-    quantizer = net.outside[0]
-    convs = [
-        (quantizer.quant_resi.qresi_ls[j].weight, quantizer.quant_resi.qresi_ls[j].bias)
-        for j in (0, 2, 3)
-    ]
-    logits = net.vocabulary(net.teach({"label": torch.tensor([3, 5])}, ids))
+    logits = net.vocabulary(net.teach({"label": torch.tensor([3, 5])}, VAR_IDS))
     for row, label in enumerate((3, 5)):  # of a class, and of none
-        expected = var_logits(
-            net.state_dict(), quantizer.embedding.weight, convs, sides, label, ids[row]
-        )
+        expected = var_logits(net.state_dict(), quantizer, label, VAR_IDS[row])
         torch.testing.assert_close(logits[row], expected, atol=1e-10, rtol=1e-9)
 
 
 @torch.no_grad()
-def test_vars_guidance_is_what_was_published(tmp_path):
+def test_vars_guidance_is_what_was_published():
     """Against the class after the last one, from none at the first scale to ``guidance`` - 1 = 3
     at the last."""
-    sides = (1, 2, 3)
-    ids = every(2, 14)[[4711, 9001]]
-    policy = VAR(str(tiny_var(tmp_path, sides, 2)), guidance_scale=4.0)
-    w = policy.net.double().state_dict()
-    quantizer = policy.vae.quantize.double()
-    convs = [
-        (quantizer.quant_resi.qresi_ls[j].weight, quantizer.quant_resi.qresi_ls[j].bias)
-        for j in (0, 2, 3)
-    ]
+    policy = policy_of("var-3", vocab=2, guidance_scale=4.0)
+    quantizer = policy.vae.quantize
     t = torch.tensor([0.0] + [1.5] * 4 + [3.0] * 9, dtype=torch.float64)[:, None]
-    scored = policy.dist(at(policy, ids, {"label": 3})).log_prob(ids)
-    for row in range(2):
-        z, empty = (
-            var_logits(w, quantizer.embedding.weight, convs, sides, label, ids[row])
-            for label in (3, 5)
-        )
-        expected = ((1 + t) * z - t * empty).log_softmax(-1).gather(1, ids[row][:, None])[:, 0]
+    scored = policy.dist(at(policy, VAR_IDS, {"label": 3})).log_prob(VAR_IDS)
+    for row, ids in enumerate(VAR_IDS):
+        z, empty = (var_logits(policy.net.state_dict(), quantizer, label, ids) for label in (3, 5))
+        expected = ((1 + t) * z - t * empty).log_softmax(-1).gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(scored[row], expected, atol=1e-10, rtol=1e-9)
 
 
@@ -172,11 +149,7 @@ def llamagen_logits(w, condition, ids, heads, grid):
     x = torch.cat([condition, w["tok_embeddings.weight"][ids[:-1]]])
     visible = torch.ones(len(x), len(x)).tril().bool()
     for i in range(2):
-        weights = {
-            name.split(".", 2)[2]: value
-            for name, value in w.items()
-            if name.startswith(f"layers.{i}.")
-        }
+        weights = layer(w, f"layers.{i}.")
         parts = (
             rms(x, weights["attention_norm.weight"]) @ weights["attention.wqkv.weight"].T
         ).chunk(3, 1)
@@ -211,12 +184,10 @@ def conditions(policy, text, prompt):
 
 @pytest.mark.parametrize("text", [False, True])
 @torch.no_grad()
-def test_llamagen_and_its_guidance_are_what_was_published(text, tmp_path):
+def test_llamagen_and_its_guidance_are_what_was_published(text):
     """Of texts what is padded may be left out: a condition has no positions."""
-    policy = LlamaGen(
-        str(tiny_llamagen(tmp_path, text, 3)), text_encoder=str(tmp_path / "t5"), guidance_scale=4.0
-    )
-    net = policy.net.double()
+    policy = policy_of("llamagen" if text else "llamagen-classes", guidance_scale=4.0)
+    net = policy.net
     ids = every(3, 4)[[46, 61]]
     prompts = [{"text": "a red seven", "label": 2}, {"text": "two", "label": 0}]
     logits = net.vocabulary(net.teach(policy.collate(policy.encode(prompts)), ids))
@@ -225,9 +196,8 @@ def test_llamagen_and_its_guidance_are_what_was_published(text, tmp_path):
             llamagen_logits(net.state_dict(), c, ids[row], 2, 2)
             for c in conditions(policy, text, prompt)
         )
-        torch.testing.assert_close(
-            logits[row], z, atol=1e-6, rtol=1e-6
-        )  # its rotations are float32
+        # its rotations are float32
+        torch.testing.assert_close(logits[row], z, atol=1e-6, rtol=1e-6)
         expected = (empty + 4 * (z - empty)).log_softmax(-1).gather(1, ids[row][:, None])[:, 0]
         scored = policy.dist(at(policy, ids[row : row + 1], prompt)).log_prob(ids[row : row + 1])[0]
         torch.testing.assert_close(scored, expected, atol=1e-5, rtol=1e-6)

@@ -25,14 +25,8 @@ LENGTH = 8
 
 
 def made(**options):
-    chosen = {
-        "max_new_tokens": LENGTH,
-        "block": BLOCK,
-        "steps": 4,
-        "remote_code": True,
-        "block_causal": True,
-    }
-    return MaskedLM(str(folder()), **(chosen | options))
+    chosen = {"max_new_tokens": LENGTH, "block": BLOCK, "steps": 4, "remote_code": True}
+    return MaskedLM(str(folder()), **(chosen | {"block_causal": True} | options))
 
 
 def rolled(policy, prompts=PROMPTS, copies=3):
@@ -61,49 +55,47 @@ def answered(pipe, prompt, **options):
     ).sequences
 
 
-def test_code_of_the_model_runs_only_where_it_is_trusted():
-    with pytest.raises(UserError, match="remote_code"):
-        made(remote_code=False)
-
-
 @pytest.mark.parametrize("look", [BLOCK, 64], ids=["block causal", "both ways"])
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: str(len(prompt["text"].split())))
-def test_what_the_pipeline_draws_has_the_probability_that_it_says(prompt, look):
+def test_what_the_pipeline_draws_has_its_probability_and_a_threshold_keeps_the_same(prompt, look):
     """At every state that the pipeline passes through; also where the model itself would look
     beyond the block that is being written."""
-    policy = made()
+    policy = made(sampler="threshold", threshold=0.3)
     policy.net.config.block = look
     cond = policy.encode([prompt])
     size = int(cond["size"])
     seen = []
 
-    def look(pipe, step, time, values):
-        seen.append({name: value.clone() for name, value in values.items()})
+    def kept(pipe, step, time, values):
+        seen.append((time, {name: value.clone() for name, value in values.items()}))
         return values
 
-    start = torch.full((1, LENGTH), policy.mask_id)
-    torch.manual_seed(0)
-    answered(
-        pipeline(policy),
-        prompt,
-        temperature=1.0,
-        sampling_method="multinomial",
-        threshold=2.0,
-        callback_on_step_end=look,
-    )
-    state = start
-    assert len(seen) == 2 * -(-(size % BLOCK + LENGTH) // BLOCK)
-    for values in seen:
-        end = min(values["block_x"].shape[1], size + LENGTH)
-        logits = policy.logits(state, cond).log_softmax(-1)
-        first = values["block_x"].shape[1] - BLOCK
-        hidden = [p for p in range(max(first, size), end) if state[0, p - size] == policy.mask_id]
-        for place in hidden:
-            token = int(values["sampled_tokens"][0, place - first])
-            expected = values["sampled_probs"][0, place - first].log()
-            logprob = logits[0, place - size, token]
-            torch.testing.assert_close(logprob, expected, atol=1e-5, rtol=1e-5)
-        state = torch.cat([values["block_x"][:, size:end], start[:, end - size :]], 1)
+    torch.manual_seed(1)
+    options = {"temperature": 1.0, "sampling_method": "multinomial", "threshold": 0.3}
+    answered(pipeline(policy), prompt, callback_on_step_end=kept, **options)
+    passes = 0
+    blocks = -(-(size + LENGTH) // BLOCK)
+    state = torch.full((1, blocks * BLOCK), policy.mask_id)
+    state[0, :size] = cond["ids"][0, :size]
+    for time, values in seen:
+        end = values["block_x"].shape[1]
+        first = end - BLOCK
+        hidden = state[:, first:end] == policy.mask_id
+        confidence = values["sampled_probs"].log()
+        logits = policy.logits(state[:, size : size + LENGTH], cond).log_softmax(-1)
+        for place in range(max(first, size), min(end, size + LENGTH)):
+            if hidden[0, place - first]:
+                token = int(values["sampled_tokens"][0, place - first])
+                logprob = logits[0, place - size, token]
+                expected = confidence[0, place - first]
+                torch.testing.assert_close(logprob, expected, atol=1e-5, rtol=1e-5)
+        if hidden.any():
+            rank = policy._reveal(time, confidence, hidden, None)
+            after = values["block_x"][:, first:end]
+            assert torch.equal((rank < policy.length) & hidden, hidden & (after != policy.mask_id))
+            passes += 1
+        state[:, :end] = values["block_x"]
+    assert passes < 2 * (blocks - size // BLOCK)  # some were sure at once
 
 
 def test_likeliest_tokens_are_those_of_the_pipeline(monkeypatch):
@@ -125,78 +117,6 @@ def test_likeliest_tokens_are_those_of_the_pipeline(monkeypatch):
         assert torch.equal(ids, expected[0])
 
 
-@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: str(len(prompt["text"].split())))
-def test_a_threshold_keeps_what_the_pipeline_keeps(prompt):
-    """Of the pipeline's own draws, at every state that it passes through."""
-    policy = made(sampler="threshold", threshold=0.3)
-    size = int(policy.encode([prompt])["size"])
-    seen = []
-
-    def look(pipe, step, time, values):
-        seen.append((time, {name: value.clone() for name, value in values.items()}))
-        return values
-
-    torch.manual_seed(1)
-    options = {"temperature": 1.0, "sampling_method": "multinomial", "threshold": 0.3}
-    answered(pipeline(policy), prompt, callback_on_step_end=look, **options)
-    passes = 0
-    blocks = -(-(size + LENGTH) // BLOCK)
-    state = torch.full((1, blocks * BLOCK), policy.mask_id)
-    state[0, :size] = policy.encode([prompt])["ids"][0, :size]
-    for time, values in seen:
-        end = values["block_x"].shape[1]
-        block = slice(end - BLOCK, end)
-        hidden = state[:, block] == policy.mask_id
-        if hidden.any():
-            confidence = values["sampled_probs"].log()
-            rank = policy._reveal(time, confidence, hidden, None)
-            after = values["block_x"][:, block]
-            assert torch.equal((rank < policy.length) & hidden, hidden & (after != policy.mask_id))
-            passes += 1
-        state[:, :end] = values["block_x"]
-    assert passes < 2 * (blocks - size // BLOCK)  # some were sure at once
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sampler": "maskgit"},
-        {"guidance_scale": 3.0},
-        {"sampler": "threshold", "threshold": 0.2},
-    ],
-)
-def test_the_path_repeats_what_was_recorded(options):
-    policy = made(**options)
-    rollout = rolled(policy)
-    turns = rollout.tokens.commit_step // 2
-    offset = torch.tensor([3, 1, 0]).repeat_interleave(3)[:, None]
-    assert torch.equal(turns, (offset + torch.arange(LENGTH)) // BLOCK)
-    for point in policy.path(rollout):
-        logp = policy.dist(point).log_prob(point.target)
-        torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
-
-
-def test_a_row_does_not_depend_on_other_prompts():
-    policy = made()
-    among = rolled(policy)
-    for p, prompt in enumerate(PROMPTS[:1]):
-        alone = rolled(policy, [prompt])
-        part = slice(3 * p, 3 * p + 3)
-        assert torch.equal(alone.sample, among.sample[part])
-        torch.testing.assert_close(alone.logprob, among.logprob[part], atol=1e-5, rtol=0)
-
-
-def test_blocks_behind_the_end_are_not_trained_on():
-    policy = made()
-    rollout = rolled(policy, copies=24)
-    size = policy._size(rollout.sample)
-    offset = torch.tensor([3, 1, 0]).repeat_interleave(24)
-    last = (offset + size - 1) // BLOCK
-    assert (size < LENGTH).any()
-    assert torch.equal(rollout.mask.sum(1), ((last + 1) * BLOCK - offset).clamp_max(LENGTH))
-
-
 def test_answers_of_others_are_revealed_in_blocks_of_their_prompts():
     policy = made()
     rollout = policy.demonstrate(PROMPTS, ["a red one", "two", None], Rng.of(1))
@@ -205,13 +125,11 @@ def test_answers_of_others_are_revealed_in_blocks_of_their_prompts():
     assert rollout.logprob[rollout.mask].isfinite().all() and not rollout.mask[2].any()
 
 
-def test_only_the_sampler_own_states_are_scored():
+def test_what_only_the_sampler_can_score_or_code_may_run_is_refused():
+    with pytest.raises(UserError, match="remote_code"):
+        made(remote_code=False)
     policy = made()
     rollout = rolled(policy).replace(advantage=torch.ones(9, 1))
-    policy.weights.keep("old")
-    exact = Masked(estimator=ESTIMATORS["trajectory"])
-    for point in exact.points(policy, rollout, Rng.of(1)):
-        assert exact.loss(policy, point)[point.mask].isfinite().all()
     with pytest.raises(UserError, match="block_causal: .* estimator: trajectory"):
         list(Masked(estimator=ESTIMATORS["d1"]).points(policy, rollout, Rng.of(1)))
 

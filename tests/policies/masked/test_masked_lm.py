@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from mmrl.core.errors import UserError
-from mmrl.core.registry import ESTIMATORS
 from mmrl.zoo.models.masked.masked_image_lm import MaskedImageLM
 from mmrl.zoo.models.masked.masked_lm import MaskedLM
-from mmrl.zoo.objectives import Masked
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
 from tests.fixtures.tiny_masked_lm import folder
+from tests.policies.masked import test_block_causal as block_causal
 
 PROMPTS = [{"text": "a red seven"}, {"text": "a blue two on top of a green nine"}]
 
@@ -25,22 +24,36 @@ def rolled(policy, prompts=PROMPTS, copies=3):
     return rollout.replace(advantage=torch.ones(len(rollout), 1))
 
 
-@pytest.mark.parametrize("options", [{}, {"sampler": "maskgit"}, {"guidance_scale": 3.0}])
-def test_the_path_repeats_what_was_recorded_block_after_block(options):
-    policy = made(**options)
-    rollout = rolled(policy)
-    assert torch.equal(rollout.tokens.commit_step // 2, (torch.arange(6) // 3).expand(6, -1))
+@pytest.mark.parametrize(
+    ("make", "options", "offset"),
+    [  # by how far prompts reach into a block, where blocks are counted from their first token
+        (made, {}, [0, 0]),
+        (made, {"sampler": "maskgit"}, [0, 0]),
+        (made, {"guidance_scale": 3.0}, [0, 0]),
+        (block_causal.made, {"guidance_scale": 3.0}, [3, 1]),
+        (block_causal.made, {"sampler": "threshold", "threshold": 0.2}, [3, 1]),
+    ],
+)
+def test_answers_are_scored_as_they_were_drawn_block_after_block(make, options, offset):
+    """A row does not depend on other prompts, and what follows its end is neither read nor trained
+    on."""
+    policy = make(**options)
+    rollout = rolled(policy, copies=12)
+    offset = torch.tensor(offset).repeat_interleave(12)
+    places = offset[:, None] + torch.arange(policy.length)
+    assert torch.equal(rollout.tokens.commit_step // policy.turns, places // policy.block)
     for point in policy.path(rollout):
         logp = policy.dist(point).log_prob(point.target)
         torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
-
-
-def test_a_row_does_not_depend_on_the_length_of_other_prompts():
-    policy = made()
-    alone = rolled(policy, PROMPTS[:1])
-    among = rolled(policy)
-    assert torch.equal(alone.sample, among.sample[:3])
-    torch.testing.assert_close(alone.logprob, among.logprob[:3], atol=1e-5, rtol=0)
+    alone = rolled(policy, PROMPTS[:1], copies=12)
+    assert torch.equal(alone.sample, rollout.sample[:12])
+    torch.testing.assert_close(alone.logprob, rollout.logprob[:12], atol=1e-5, rtol=0)
+    size = policy._size(rollout.sample)
+    last = (offset + size - 1) // policy.block
+    trained = ((last + 1) * policy.block - offset).clamp_max(policy.length)
+    assert torch.equal(rollout.mask.sum(1), trained) or policy.chooses  # draws are decisions too
+    assert [text.tokens for text in policy.decode(rollout)] == size.tolist()
+    assert not (rollout.sample == policy.mask_id).any()
 
 
 def test_the_network_sees_prompt_and_answer_in_their_places():
@@ -55,49 +68,6 @@ def test_the_network_sees_prompt_and_answer_in_their_places():
         )
 
 
-def test_what_follows_the_end_is_not_read_nor_trained_on():
-    policy = made(max_new_tokens=6, block=2, steps=3)
-    sample = torch.tensor([[5, policy.end, 7, 8, 5, 6], [5, 6, 7, policy.end, 6, 7], [5] * 6])
-    assert policy._size(sample).tolist() == [2, 4, 6]
-    rollout = rolled(policy, PROMPTS, 12)
-    size = policy._size(rollout.sample)
-    assert torch.equal(rollout.mask.sum(1), (size + 1) // 2 * 2) and (size < 6).any()
-    for text, n in zip(policy.decode(rollout), size.tolist(), strict=True):
-        assert (
-            text.tokens == n
-            and text.finished == (text.tokens < 6 or text.finished)
-            and "<mask>" not in text
-        )
-    assert not (rollout.sample == policy.mask_id).any()
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_every_estimator_takes_it(name):
-    policy = made()
-    rollout = rolled(policy)
-    policy.weights.keep("old")
-    objective = Masked(estimator=ESTIMATORS[name])
-    for point in objective.points(policy, rollout, Rng.of(1)):
-        assert objective.loss(policy, point)[point.mask].isfinite().all()
-
-
-def test_d1_hides_some_of_the_prompt():
-    policy = made()
-    rollout = rolled(policy)
-    (point,) = ESTIMATORS["d1"](policy, rollout, Rng.of(1), prompt=0.5)
-    changed = point.cond["ids"] != rollout.cond["ids"]
-    assert (
-        0 < changed.sum() < changed.numel() and (point.cond["ids"][changed] == policy.mask_id).all()
-    )
-
-
-def test_mistakes():
-    with pytest.raises(UserError, match="block 4 must divide max_new_tokens 6"):
-        made(block=4)
-    with pytest.raises(UserError, match="/nowhere/at/all: AutoConfig cannot load it"):
-        MaskedLM("/nowhere/at/all")
-
-
 def test_export_is_loaded_by_transformers(tmp_path):
     from transformers import AutoModelForMaskedLM
 
@@ -108,6 +78,19 @@ def test_export_is_loaded_by_transformers(tmp_path):
         torch.equal(a, b)
         for a, b in zip(policy.net.state_dict().values(), again.state_dict().values(), strict=True)
     )
+
+
+def test_prompts_may_be_empty_but_not_longer_than_the_places():
+    policy = made()
+    assert len(rolled(policy, [{"text": ""}])) == 3
+    longest = {"text": "red " * 58}
+    assert policy.admit([longest]) == [longest]
+    with pytest.raises(UserError, match="its 59 tokens and the 6 .* the model's 64 places"):
+        policy.admit([{"text": "red"}, {"text": "red " * 59}])
+    with pytest.raises(UserError, match="block 4 must divide max_new_tokens 6"):
+        made(block=4)
+    with pytest.raises(UserError, match="/nowhere/at/all: AutoConfig cannot load it"):
+        MaskedLM("/nowhere/at/all")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -157,36 +140,11 @@ def test_ids_of_special_tokens_that_the_tokenizer_lacks_stand_where_their_names_
     assert policy.suffix == [4]
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"first": 8}, "the model has the ids 0 to 18, and codes would be 8 to 19"),
-        ({"first": 190}, "codes would be 190 to 201"),
-        ({"prompt": "<|t2i|>{text}"}, "has no token '<|t2i|>'.*special_tokens"),
-        ({"after": "</i>"}, "has no token '</i>'"),
-        ({"special_tokens": {"<i>": 19}}, "special_tokens: <i> has the id 19"),
-        ({"mask": 19}, "policy option mask: .* ids 0 to 18, not 19"),
-    ],
-)
-def test_ids_that_the_model_or_the_tokenizer_lacks_are_refused(options, sentence):
-    with pytest.raises(UserError, match=sentence):
-        pictured(**options)
-
-
-def test_prompts_may_be_empty_but_not_longer_than_the_places():
-    policy = made()
-    assert len(rolled(policy, [{"text": ""}])) == 3
-    longest = {"text": "red " * 58}
-    assert policy.admit([longest]) == [longest]
-    with pytest.raises(UserError, match="its 59 tokens and the 6 .* the model's 64 places"):
-        policy.admit([{"text": "red"}, {"text": "red " * 59}])
-
-
-@pytest.mark.parametrize("sampler", ["emerge", "maskgit"])
-def test_images_are_scored_as_sampled_and_decoded_by_the_codec(sampler):
+def test_images_are_scored_as_sampled_and_decoded_by_the_codec(tmp_path):
+    """Or by a function of one's own."""
     from diffusers import VQModel
 
-    policy = pictured(guidance_scale=3.0, sampler=sampler)
+    policy = pictured(guidance_scale=3.0, sampler="maskgit")
     rollout = rolled(policy)
     assert rollout.sample.min() >= 0 and rollout.sample.max() < 12
     for point in policy.path(rollout):
@@ -196,16 +154,25 @@ def test_images_are_scored_as_sampled_and_decoded_by_the_codec(sampler):
     ids = rollout.sample.view(-1, 2, 2)
     expected = codec.decode(ids, force_not_quantize=True, shape=(*ids.shape, 4)).sample.clamp(0, 1)
     torch.testing.assert_close(policy.decode(rollout), expected.detach())
-
-
-def test_a_decoder_of_ones_own(tmp_path):
     (tmp_path / "codec_of_mine.py").write_text(
         "def build():\n    return lambda ids: ids[:, None].expand(-1, 3, -1, -1) / 11\n"
     )
-    policy = pictured(decoder=f"{tmp_path}/codec_of_mine.py:build")
-    rollout = rolled(policy)
-    assert torch.equal(policy.decode(rollout)[:, 1], rollout.sample.view(-1, 2, 2) / 11)
-    with pytest.raises(UserError, match="must hold {text}"):
-        pictured(prompt="draw")
-    with pytest.raises(UserError, match="decoder: .* VQModel cannot load it"):
-        pictured(decoder=str(tmp_path))
+    own = pictured(decoder=f"{tmp_path}/codec_of_mine.py:build")
+    assert torch.equal(own.decode(rollout)[:, 1], ids / 11)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"first": 8}, "the model has the ids 0 to 18, and codes would be 8 to 19"),
+        ({"prompt": "<|t2i|>{text}"}, "has no token '<|t2i|>'.*special_tokens"),
+        ({"after": "</i>"}, "has no token '</i>'"),
+        ({"special_tokens": {"<i>": 19}}, "special_tokens: <i> has the id 19"),
+        ({"mask": 19}, "policy option mask: .* ids 0 to 18, not 19"),
+        ({"prompt": "draw"}, "must hold {text}"),
+        ({"decoder": "/nowhere/at/all"}, "decoder: .* VQModel cannot load it"),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused(options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        pictured(**options)

@@ -26,8 +26,7 @@ def made(kind, **options):
 def plain_logits(kind, ids):
     """Logits about token i at position i, by the classes of transformers and a mask of ones."""
     everywhere = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
-    net = tiny_dlms.qwen() if kind == "dream" else tiny_dlms.llama()
-    logits = net(ids, attention_mask=everywhere).logits
+    logits = tiny_dlms.network(kind)(ids, attention_mask=everywhere).logits
     return torch.cat([logits[:, :1], logits[:, :-1]], 1) if kind == "dream" else logits
 
 
@@ -76,21 +75,6 @@ def test_greedy_answers_are_those_of_the_published_rule(kind, scale):
             assert rollout.sample[row].tolist() == expected
 
 
-def test_confidence_without_the_temperature_keeps_other_tokens_and_scores_what_it_drew():
-    policies = [
-        made("llada", **LIKE_LLADA, steps=4, temperature=0.3, choice=(0.2, 0.2), confidence=kind)
-        for kind in ("tempered", "untempered")
-    ]
-    with torch.no_grad():
-        rollouts = [policy.rollout(PROMPTS, 4, Rng.of("confidence")) for policy in policies]
-        for policy, rollout in zip(policies, rollouts, strict=True):
-            for point in policy.path(rollout):
-                score = policy.dist(point).log_prob(point.target)
-                torch.testing.assert_close(score[point.mask], point.logprob[point.mask])
-    orders = [rollout.tokens.commit_step for rollout in rollouts]
-    assert not torch.equal(*orders)
-
-
 @pytest.mark.parametrize("kind", ["llada", "dream"])
 @pytest.mark.parametrize("lora", [2, None])
 def test_an_export_has_the_published_names(kind, lora, tmp_path):
@@ -131,35 +115,26 @@ def test_a_tokenizer_of_dream_is_read_without_its_code(tmp_path):
     assert tokenizer("red<|mask|>re").input_ids == [4, 5, 3] and tokenizer.mask_token_id == 5
 
 
-def test_gradients_with_checkpointing_are_the_same():
-    found = []
-    for checkpointing in (False, True):
-        policy = made("llada")
-        if checkpointing:
-            policy.enable_gradient_checkpointing()
-        ids = torch.full((2, 6), policy.mask_id)
-        calls = []
-        block = policy.net.model.transformer["blocks"][0]
-        block.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        policy.logits(ids, policy.encode(PROMPTS)).square().mean().backward()
-        assert len(calls) == (2 if checkpointing else 1)
-        found.append(torch.cat([p.grad.flatten() for p in policy.net.parameters()]))
-    torch.testing.assert_close(*found)
+# LLaDA's config with another network, and a mixture of experts: it has transformers' names of
+# sizes, and LLaDA's model type
+EXPERTS = {"model_type": "llada", "num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 16}
 
 
-def test_a_network_of_other_parts_is_refused(tmp_path):
-    config = tiny_dlms.LLADA | {"attention_layer_norm": True}
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            tiny_dlms.LLADA | {"attention_layer_norm": True},
+            "config.json says attention_layer_norm: True",
+        ),
+        (
+            EXPERTS | {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8},
+            "num_experts: 4; of LLaDA's networks the dense ones",
+        ),
+    ],
+)
+def test_other_networks_are_refused(config, sentence, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="config.json says attention_layer_norm: True"):
-        MaskedLM(str(tmp_path))
-
-
-def test_a_llada_of_experts_is_refused_for_what_it_is(tmp_path):
-    """Its config has transformers' names of sizes, and LLaDA's model type."""
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8}
-    config = {"model_type": "llada", "num_experts": 4, "num_experts_per_tok": 2, **sizes}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="num_experts: 4; of LLaDA's networks the dense ones"):
+    with pytest.raises(UserError, match=sentence):
         MaskedLM(str(tmp_path))

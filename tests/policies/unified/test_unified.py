@@ -27,14 +27,7 @@ from rewards import ByTask
 from samplers.noise import Rng
 from samplers.warp import Warp
 from tests.fixtures import tiny_vlms
-from tests.fixtures.image_tokens import (
-    assert_gradient_is_true,
-    assert_importance_weights_are_unbiased,
-    cosine,
-    every,
-    flat_grad,
-    tiny_janus,
-)
+from tests.fixtures.image_tokens import every, flat_grad, tiny_janus
 from tests.fixtures.records import make_point, make_rollout
 
 TEXT = {"text": "a red seven"}
@@ -56,8 +49,9 @@ def folder(tmp_path_factory):
 def make(folder):
     def make(double=True, words=None, **options):
         """``words``: the plan is of these letters and what ends it."""
-        plan = options.pop("plan", {"max_new_tokens": WORDS})
-        plan = plan and {"instruction": "{prompt}!"} | plan
+        plan = options.pop("plan", {})
+        if plan is not None:
+            plan = {"instruction": "{prompt}!", "max_new_tokens": WORDS} | plan
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             policy = JanusUnified(folder, plan=plan and Plan(**plan), **options)
@@ -97,97 +91,70 @@ def logp(policy, ids, prompt=TEXT):
     return policy.dist(at(policy, ids, prompt)).log_prob(ids).sum(1)
 
 
-REWARD = torch.linspace(-2, 5, 7 * 16, dtype=torch.float64).sin()
-MODES = [
-    {"guidance_scale": 1.0},
-    {"guidance_scale": 3.0, "temperature": 0.7},
-    {"guidance_scale": 3.0, "plan": {"max_new_tokens": WORDS, "turn": "new", "temperature": 1.4}},
-    {"guidance_scale": 2.0, "logprob_guidance": "guided_stopgrad_uncond"},
-]
-
-
-@pytest.mark.parametrize("options", MODES[:3], ids=str)
-def test_probabilities_of_all_plans_and_images_sum_to_1(make, options):
-    policy = make(words="ab", **options)
-    with torch.no_grad():
-        ids = sequences(policy)
-        p = logp(policy, ids).exp()
-        assert abs(p.sum() - 1) < 1e-12 and (p > 0).all()
-        each = policy.dist(at(policy, ids[::16], TEXT)).log_prob(ids[::16])
-    torch.testing.assert_close(each[:, :WORDS].sum(1).exp(), p.view(7, 16).sum(1))
-
-
 @pytest.mark.parametrize(
-    "options", [{"guidance_scale": 2.0, "top_k": 2}, {"guidance_scale": 2.0, "top_p": 0.8}], ids=str
+    "options",
+    [
+        {"guidance_scale": 1.0},
+        {"guidance_scale": 3.0, "temperature": 0.7},
+        {"guidance_scale": 3.0, "plan": {"turn": "new", "temperature": 1.4}},
+        {"guidance_scale": 2.0, "top_k": 2, "plan": {"top_k": 2}},
+        {"guidance_scale": 2.0, "top_p": 0.8, "plan": {"top_k": 2}},
+    ],
+    ids=str,
 )
-def test_what_can_be_sampled_sums_to_1(make, options):
-    policy = make(words="ab", **options, plan={"max_new_tokens": WORDS, "top_k": 2})
+def test_what_can_be_sampled_sums_to_1_and_comes_at_the_rate_of_its_score(make, options):
+    policy = make(words="ab", **options)
     ids = sequences(policy)
+    copies = 1000
     with torch.no_grad():
-        point = at(policy, ids, TEXT)
-        parts = policy.dist(point).parts
         p = logp(policy, ids).exp()
         possible = torch.ones(len(ids), dtype=torch.bool)
-        for part in parts:
+        for part in policy.dist(at(policy, ids, TEXT)).parts:
             whole = policy.net(part.policy.prefix + "full", part.hidden, part.warp)
             there = whole.gather(1, ids[part.where][:, None])[:, 0].isfinite()
-            possible &= (
-                torch.ones_like(ids, dtype=torch.bool).masked_scatter(part.where, there).all(1)
-            )
-    assert 1 < possible.sum() < len(ids) and abs(p[possible].sum() - 1) < 1e-12
-
-
-@pytest.mark.parametrize("options", MODES[1:3], ids=str)
-def test_importance_weights_are_unbiased_and_the_gradient_is_the_true_one(make, options):
-    policy = make(words="ab", **options)
-    ids = sequences(policy)
-    assert_gradient_is_true(policy, lambda: logp(policy, ids), REWARD)
-    assert_importance_weights_are_unbiased(policy, lambda: logp(policy, ids), REWARD, within=1e-12)
-
-
-def test_without_a_gradient_through_the_unconditional_rows_it_is_janus(make, folder):
-    ids = every(VOCAB, 4)
-    options = {"guidance_scale": 3.0, "logprob_guidance": "guided_stopgrad_uncond"}
-    policy = make(plan=None, **options)
-    plain = Janus(folder, **options)
-    plain.net.to(torch.float64)
-    weight = torch.linspace(-1, 2, len(ids), dtype=torch.float64).sin()
-    found, wanted = (flat_grad(one, (weight * logp(one, ids)).sum()) for one in (policy, plain))
-    torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-9)
-    whole = make(plan=None, guidance_scale=3.0)
-    assert cosine(flat_grad(whole, (weight * logp(whole, ids)).sum()), found) < 0.999
-
-
-def test_samples_come_at_the_rate_of_their_score(make):
-    policy = make(words="ab", guidance_scale=2.0)
-    copies = 1000
-    ids = sequences(policy)
-    with torch.no_grad():
+            every_token = torch.ones_like(ids, dtype=torch.bool)
+            possible &= every_token.masked_scatter(part.where, there).all(1)
         rollout = policy.rollout([TEXT], copies, Rng.of("frequencies"))
-        p = logp(policy, ids).exp()
+    truncated = {"top_k", "top_p"} & set(options)
+    assert 1 < possible.sum() < len(ids) if truncated else possible.all()
+    p = p * possible
+    assert abs(p.sum() - 1) < 1e-12
     index = (rollout.sample[:, None] == ids).all(2).long().argmax(1)
-    assert torch.equal(ids[index], rollout.sample)
+    torch.testing.assert_close(rollout.logprob.sum(1).exp(), p[index], atol=1e-10, rtol=1e-8)
     counts = torch.bincount(index, minlength=len(ids))
     common = p * copies > 5
     chi = ((counts - p * copies) ** 2 / (p * copies))[common].sum()
-    assert common.sum() > 15 and chi < common.sum() + 4 * (2 * common.sum()) ** 0.5
-    torch.testing.assert_close(rollout.logprob.sum(1).exp(), p[index], atol=1e-10, rtol=1e-8)
+    assert chi < common.sum() + 4 * (2 * common.sum()) ** 0.5
+
+
+@pytest.mark.parametrize("kind", ["guided", "guided_stopgrad_uncond"])
+def test_without_a_plan_it_is_janus(make, folder, kind):
+    """Samples, scores, pictures and gradients."""
+    options = {"guidance_scale": 3.0, "logprob_guidance": kind}
+    policy, plain = make(plan=None, **options), Janus(folder, **options)
+    plain.net.to(torch.float64)
+    found, wanted = (one.rollout(TEXTS, 3, Rng.of("same")) for one in (policy, plain))
+    assert torch.equal(found.sample, wanted.sample) and policy.tokens == 0
+    torch.testing.assert_close(found.logprob, wanted.logprob, atol=1e-12, rtol=0)
+    assert torch.equal(policy.decode(found), plain.decode(wanted))
+    ids = every(VOCAB, 4)
+    weight = torch.linspace(-1, 2, len(ids), dtype=torch.float64).sin()
+    grads = [flat_grad(one, (weight * logp(one, ids)).sum()) for one in (policy, plain)]
+    torch.testing.assert_close(*grads, atol=1e-10, rtol=1e-9)
 
 
 MIXED = [*TEXTS, ASKED, {"text": "and what is 3 and 4?", "task": "understand", "answer": "7"}]
-KINDS = [
-    {"guidance_scale": 2.0, "plan": None},
-    {"guidance_scale": 3.0, "plan": {"max_new_tokens": 6, "turn": "new", "images": 2}},
-    {"guidance_scale": 2.0, "logprob_guidance": "conditional"},
-    {
-        "guidance_scale": 2.0,
-        "logprob_guidance": "guided_stopgrad_uncond",
-        "plan": {"max_new_tokens": 5},
-    },
-]
 
 
-@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance_scale": 2.0, "plan": None},
+        {"guidance_scale": 3.0, "plan": {"max_new_tokens": 6, "turn": "new", "images": 2}},
+        {"guidance_scale": 2.0, "logprob_guidance": "conditional"},
+    ],
+    ids=str,
+)
 def test_token_by_token_is_all_at_once_with_ragged_prompts_of_both_tasks(make, options):
     policy = make(answer=Answer(max_new_tokens=4), **options)
     rollout = policy.rollout(MIXED, 4, Rng.of("ragged"))
@@ -204,16 +171,6 @@ def test_token_by_token_is_all_at_once_with_ragged_prompts_of_both_tasks(make, o
     torch.testing.assert_close(alone, torch.where(some.mask, some.logprob, 0.0), atol=1e-12, rtol=0)
     assert len({one["ids"].shape for one in rollout.cond}) == 4
     assert rollout.mask[:8, policy.tokens :].all() and not rollout.mask[8:, policy.tokens :].any()
-
-
-def test_without_a_plan_it_is_janus(make, folder):
-    policy = make(plan=None, guidance_scale=3.0)
-    plain = Janus(folder, guidance_scale=3.0)
-    plain.net.to(torch.float64)
-    found, wanted = (one.rollout(TEXTS, 3, Rng.of("same")) for one in (policy, plain))
-    assert torch.equal(found.sample, wanted.sample) and policy.tokens == 0
-    torch.testing.assert_close(found.logprob, wanted.logprob, atol=1e-12, rtol=0)
-    assert torch.equal(policy.decode(found), plain.decode(wanted))
 
 
 def test_answers_are_those_of_the_vlm_policy(make, folder):
@@ -238,15 +195,6 @@ def test_answers_are_those_of_the_vlm_policy(make, folder):
     assert first.tokens == int(rollout.mask[0].sum()) and rollout.prompts[0]["view"]["sizes"] == [
         [28, 28]
     ]
-
-
-def test_the_best_of_several_is_chosen_among_different_answers(make):
-    policy = make(plan=None, answer=Answer(max_new_tokens=5, temperature=0.7))
-    with policy.evaluating():
-        assert policy.heads["answer"].warp.temperature == 0
-    policy.sample_in_evaluation()
-    with policy.evaluating():
-        assert policy.heads["answer"].warp.temperature == 0.7
 
 
 def test_the_head_is_that_of_the_next_token(make):
@@ -274,20 +222,6 @@ def test_the_head_is_that_of_the_next_token(make):
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
 
 
-def test_sampled_ids_are_never_spelt_again(make):
-    """Random bytes are no text: their spelling has other ids, and the score is that of the ids that
-    were drawn."""
-    policy = make(guidance_scale=2.0, plan={"max_new_tokens": 8})
-    rollout = policy.rollout([TEXT], 6, Rng.of("bytes"))
-    spelt = policy.processor.tokenizer(policy.texts(rollout), add_special_tokens=False)["input_ids"]
-    kept = [[token for token in row if token >= 0] for row in rollout.sample[:, :8].tolist()]
-    assert sum(one[: len(two)] != two for one, two in zip(kept, spelt)) > 3
-    (point,) = policy.path(rollout)
-    with torch.no_grad():
-        again = policy.dist(point).log_prob(point.target)
-    torch.testing.assert_close(again, rollout.logprob, atol=1e-12, rtol=0)
-
-
 def test_a_new_turn_holds_the_plans_ids_between_its_words(make):
     policy = make(plan={"max_new_tokens": 4, "turn": "new"}, guidance_scale=1.0)
     text = torch.tensor([[7, 8, policy.stops["plan"][0], -1], [5, 6, 7, 8]])
@@ -296,32 +230,26 @@ def test_a_new_turn_holds_the_plans_ids_between_its_words(make):
     before = cond[0]["before"][0].tolist()
     after = cond[0]["after"][0].tolist()
     for row, kept in zip(found["ids"], ([7, 8], [5, 6, 7, 8])):
-        assert row.tolist()[-len(before) - len(after) - len(kept) - 1 :] == [
-            *before,
-            *kept,
-            *after,
-            policy.start,
-        ]
-    assert (
-        policy.processor.tokenizer.decode(before).endswith("a red seven. ")
-        and found["mask"].sum(1).diff() == 2
-    )
+        expected = [*before, *kept, *after, policy.start]
+        assert row.tolist()[-len(expected) :] == expected
+    assert policy.processor.tokenizer.decode(before).endswith("a red seven. ")
+    assert found["mask"].sum(1).diff() == 2
 
 
 # ------------------------------------------------------------------------------------------------
 # segments and trees
 
 
-def losses(policy, rollout, advantage, loss_agg_mode="seq_mean_token_mean"):
-    """The gradient of the trainer's weighted sum of REINFORCE losses, and its terms [B, K]."""
-    (point,) = policy.path(rollout.replace(advantage=advantage))
+def gradient(policy, rollout, advantage, loss_agg_mode):
+    """That of the trainer's weighted sum of REINFORCE losses."""
+    (point,) = policy.path(rollout.replace(advantage=advantage.double()))
     terms = -point.advantage * policy.dist(point).log_prob(point.target)
     total = (terms * loss_weights(point, loss_agg_mode, 1)).sum() / len(rollout)
-    return flat_grad(policy, total), terms.detach(), point
+    return flat_grad(policy, total)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.2])
-def test_a_segment_counts_by_its_mean(make, share):
+def test_a_segment_counts_by_its_mean(make):
+    share = 0.2
     policy = make(
         guidance_scale=1.0,
         weigh="segment",
@@ -355,33 +283,23 @@ def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn)
     rows = torch.arange(8)
     assert torch.equal(rollout.sample[::2, :5], rollout.sample[1::2, :5])
     assert not rollout.mask[1::2, :5].any() and rollout.mask[::2, 0].all()
-    assert torch.equal(rollout.edge_id[:, 0], rows - rows % 2) and torch.equal(
-        rollout.edge_id[:, -1], rows
-    )
+    assert torch.equal(rollout.edge_id[:, 0], rows - rows % 2)
     loss_agg_mode = "token_sum" if weigh == "token" else "seq_mean_token_mean"
-    found, _, _ = losses(
-        tree, rollout, tree_mean(reward, rollout, base=dr_grpo).double(), loss_agg_mode
-    )
-    wanted, _, _ = losses(flat, samples, dr_grpo(reward, samples).double(), loss_agg_mode)
+    found = gradient(tree, rollout, tree_mean(reward, rollout, base=dr_grpo), loss_agg_mode)
+    wanted = gradient(flat, samples, dr_grpo(reward, samples), loss_agg_mode)
     # Llama's norms are in float32 throughout
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
     assert wanted.abs().max() > 0.01
 
 
-def test_images_may_be_judged_beside_those_of_their_plan(make):
+def test_a_plan_is_judged_by_those_of_its_images_that_have_a_reward(make):
     reward = torch.tensor([0.0, 1.0, 3.0, 3.0])
-    rollout = make(plan={"max_new_tokens": 2, "images": 2}).rollout([TEXT], 4, Rng.of("advantage"))
+    rollout = make(plan={"images": 2}).rollout([TEXT], 4, Rng.of("advantage"))
     found = tree_mean(reward, rollout, base=dr_grpo, siblings=True)
     torch.testing.assert_close(found[:, 0], torch.tensor([-1.25, -1.25, 1.25, 1.25]))
     torch.testing.assert_close(found[:, -1], torch.tensor([-0.5, 0.5, 0.0, 0.0]))
     whole = tree_mean(reward.index_fill(0, torch.tensor([0]), torch.nan), rollout, base=dr_grpo)
-    # the plan is judged by the image that has a reward
     assert whole[0, -1].isnan() and whole[0, 0].isfinite()
-
-
-def test_copies_must_fit_the_tree(make):
-    with pytest.raises(UserError, match="multiple of 2"):
-        make(plan={"max_new_tokens": 2, "images": 2}).rollout([TEXT], 3, Rng.of("odd"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -397,13 +315,7 @@ def score(media, prompts):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"plan": None},
-        {"plan": {"max_new_tokens": 5, "images": 2}, "weigh": "segment"},
-        {"plan": None, "lora": 2},
-    ],
-    ids=str,
+    "options", [{"plan": {"max_new_tokens": 5, "images": 2}, "weigh": "segment"}, {"lora": 2}]
 )
 def test_both_tasks_train_in_one_batch(make, options):
     with torch.random.fork_rng():
@@ -411,14 +323,7 @@ def test_both_tasks_train_in_one_batch(make, options):
         policy = make(double=False, guidance_scale=3.0, answer=Answer(max_new_tokens=4), **options)
     before = policy.weights.full()
     objective = Unified(kl=0.1, steer_text=Steered(target=2.0), steer_image=Steered(target=0.5))
-    sizes = TrainOptions(
-        prompts_per_iteration=2,
-        group_size=4,
-        train_batch_size=8,
-        iterations=2,
-        micro_batch_size=3,
-        max_grad_norm=None,
-    )
+    sizes = TrainOptions(2, 4, 8, 2, micro_batch_size=3, max_grad_norm=None)
     trainer = Trainer(
         policy, MIXED[1:3], score, tree_mean, objective, lambda p: torch.optim.SGD(p, lr=0.5), sizes
     )
@@ -426,15 +331,11 @@ def test_both_tasks_train_in_one_batch(make, options):
     assert first["clip_fraction"] == 0 and first["ratio/max_deviation"] < 1e-4
     assert first["entropy/text"] > 1 and 0 < first["entropy/image"] < 0.7
     after = policy.weights.full()
-    assert sum(not torch.equal(before[n], after[n]) for n in before) >= (
-        0.5 if "lora" in options else 0.9
-    ) * len(before)
+    moved = sum(not torch.equal(before[n], after[n]) for n in before) / len(before)
+    assert moved >= (0.5 if "lora" in options else 0.9)
     second = trainer.iterate()
-    assert (
-        second["ratio/max_deviation"] < 1e-4
-        and second["kl"] > 0
-        and second["entropy_weight/image"] != 0
-    )
+    assert second["ratio/max_deviation"] < 1e-4 and second["kl"] > 0
+    assert second["entropy_weight/image"] != 0
 
 
 def test_steered_entropies_follow_their_targets(make):
@@ -478,13 +379,15 @@ def test_the_published_rule_is_adam_also_after_a_resume():
         assert objective.term(SteeredEntropy).psi["text"] == pytest.approx(float(psi), abs=1e-9)
 
 
-def test_a_prompt_to_understand_needs_an_answer(make):
+def test_what_does_not_fit_is_refused(make):
     with pytest.raises(UserError, match="with the policy's answer"):
         make().encode([ASKED])
     with pytest.raises(UserError, match="task 'paint' is unknown"):
         make().encode([TEXT | {"task": "paint"}])
     with pytest.raises(ValueError, match="no {prompt}"):
         Plan(instruction="plan it")
+    with pytest.raises(UserError, match="multiple of 2"):
+        make(plan={"images": 2}).rollout([TEXT], 3, Rng.of("odd"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -529,29 +432,17 @@ def test_no_statistic_mixes_tasks():
     prompts = [{"task": t, "similarity": s} for t, s in (("understand", 0.25), ("generate", 1.0))]
     group = torch.arange(2).repeat_interleave(4)
     zero = torch.zeros(8, 1)
-    rows = make_rollout(
-        group=group,
-        row_id=torch.arange(8),
-        prompts=prompts,
-        sample=zero,
-        logprob=zero,
-        mask=zero == 0,
-    )
+    shape = {"sample": zero, "logprob": zero, "mask": zero == 0}
+    rows = make_rollout(group=group, row_id=torch.arange(8), prompts=prompts, **shape)
     reward = torch.tensor([0.0, 1, 1, 0, 0.3, 0.1, 0.2, 0.4])
-    chosen = {
-        "base": partial(flow_grpo, std="global"),
-        "power": 0.5,
-        "tasks": ("understand", "generate"),
-    }
+    base = partial(flow_grpo, std="global")
+    chosen = {"base": base, "power": 0.5, "tasks": ("understand", "generate")}
     found = pairs(reward, rows, **chosen)
-    alone = [
-        flow_grpo(reward[part], rows[part].replace(prompts=prompts), std="global")
-        for part in (group == 0, group == 1)
-    ]
+    alone = [base(reward[group == g], rows[group == g].replace(prompts=prompts)) for g in (0, 1)]
     torch.testing.assert_close(found, torch.cat([0.5 * alone[0], alone[1]]))
     scaled = pairs(torch.cat([1000 * reward[:4], reward[4:]]), rows, **chosen)
     torch.testing.assert_close(scaled[4:], found[4:])
-    assert not torch.allclose(pairs(reward, rows, base=chosen["base"])[4:], found[4:])
+    assert not torch.allclose(pairs(reward, rows, base=base)[4:], found[4:])
     plain = [p | {"similarity": 1.0} for p in prompts]
     assert torch.equal(pairs(reward, rows.replace(prompts=plain), power=0.5), grpo(reward, rows))
     with pytest.raises(UserError, match="prompts of task 'generate'"):

@@ -19,7 +19,7 @@ from mmrl.policies.vlm.engines.limits import EngineLimits, of_model
 from mmrl.policies.vlm.first_look import misfits
 from mmrl.policies.vlm.media import Budgets
 from tests.fixtures import tiny_vlms
-from tests.fixtures.films import film
+from tests.fixtures.clips import film
 from tests.policies.vlm.test_vlm_inputs import inputs
 
 
