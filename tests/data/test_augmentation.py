@@ -1,6 +1,7 @@
 """Prompts that are changed by how hard they are: by how much, on which pixels, after a resume."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,10 +48,7 @@ def test_prompts_are_changed_by_how_easy_they_are_by_loop():
         strength = min(abs(ease) / 0.5, 1)
         noise = prompt.get("pixel_noise", {}).get("std")
         text = f"q{entry}"
-        if ease > 0.1:
-            assert noise == pytest.approx(0.4 * strength, abs=1e-12)
-        else:
-            assert noise is None
+        assert noise == (pytest.approx(0.4 * strength, abs=1e-12) if ease > 0.1 else None)
         if ease < -0.1:
             count = min(max(round(0.75 * strength * 4), 1), 3)
             text += "\nHint: " + "\n".join(STEPS[:count])
@@ -63,6 +61,8 @@ def test_prompts_are_changed_by_how_easy_they_are_by_loop():
     asked = Vade(Difficulty(Plain(), **options)).train
     asked.learn(told(visits[0]))
     assert any("Hint" in prompt["text"] for prompt in batch(asked, 5, 1, 0))
+    with pytest.raises(UserError, match="difficulty: no prompt has the field 'reasoning'"):
+        Difficulty(SimpleNamespace(train=[{"text": "a"}], held_out=[]))
 
 
 def test_noise_reaches_the_pixels_that_a_model_sees():
@@ -79,12 +79,3 @@ def test_noise_reaches_the_pixels_that_a_model_sees():
     inputs = policy_of(max_new_tokens=4).inputs
     before, after = (inputs.take(each)[0]["pixel_values"] for each in (prompt, hard))
     assert before.shape == after.shape and (before != after).any()
-
-
-def test_data_without_anything_to_change_are_refused():
-    class Bare:
-        train = [{"text": "a"}]
-        held_out = []
-
-    with pytest.raises(UserError, match="difficulty: no prompt has the field 'reasoning'"):
-        Difficulty(Bare())

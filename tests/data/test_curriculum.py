@@ -25,7 +25,6 @@ from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from mmrl.zoo.curricula.curriculum import Mixture, Replay, pieces
-from mmrl.zoo.stages.replay_buffer import ReplayBuffer
 from tests.fixtures import toys
 from tests.fixtures.records import make_rollout
 
@@ -81,42 +80,21 @@ def test_stages_begin_at_their_iteration_and_resume_needs_no_memory(files):
     assert sum(n for text, n in picked.items() if "pictures" in text) == 300 and len(picked) == 16
 
 
-def test_wrong_weights_are_named(files):
-    with pytest.raises(UserError, match="weights are given for wrods; sources: words, pictures"):
-        made(files, weights={"wrods": 1})
-    with pytest.raises(UserError, match="from iteration 5 on no source"):
-        made(files, stages=[[5, {"words": 0}]])
-    with pytest.raises(UserError, match="must rise"):
-        made(files, stages=[[5, {"words": 1}], [5, {"words": 1}]])
-
-
-def test_a_missing_file_inside_a_mixture_is_named_before_anything_is_built():
+def test_mistakes_are_named_before_anything_is_read_or_built(files, monkeypatch):
+    """The options of a curriculum are fields; building it would read what it is wrapped around."""
+    for options, sentence in (
+        ({"weights": {"wrods": 1}}, "weights are given for wrods; sources: words, pictures"),
+        ({"stages": [[5, {"words": 0}]]}, "from iteration 5 on no source"),
+        ({"stages": [[5, {"words": 1}], [5, {"words": 1}]]}, "must rise"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            made(files, **options)
     file = Path(__file__).resolve().parents[2] / "configs/digits/flow_grpo.yaml"
     found = config.load(file, ["data={mixture: {sources: {a: {prompts: {path: lost.txt}}}}}"])
     with pytest.raises(UserError, match=r"data.mixture.sources.a.prompts.path: no such file"):
         config.check(found)
-
-
-def test_a_check_reads_no_data(monkeypatch):
-    """The options of a curriculum are fields; building it would read what it is wrapped around."""
     monkeypatch.setattr(Replay, "__post_init__", lambda self, of: pytest.fail("it was built"))
-    file = Path(__file__).resolve().parents[2] / "configs/digits/flow_grpo.yaml"
     config.check(config.load(file, ["data={replay: {of: {digits: {kind: pairs}}}}"]))
-
-
-class Short:
-    """A policy that cannot take every other prompt."""
-
-    def admit(self, prompts):
-        return prompts[::2]
-
-
-def test_what_a_policy_leaves_out_leaves_every_curriculum(files):
-    source = build({"hints": {"of": {"replay": {"of": {"mixture": {"sources": files}}}}}}, DATA)
-    left = admitted(Short(), source).train
-    assert type(left) is type(source.train) and len(left) == 8
-    assert {p["text"] for p in drawn(left, 8, count=8)} == {p["text"] for p in left}
-    assert isinstance(left.inner.inner, Mixture)
 
 
 # hints
@@ -131,16 +109,28 @@ def test_pieces_are_the_whole(value):
 
 
 def test_hints_are_a_part_of_the_answer_that_fades(files):
-    source = build(
-        {"hints": {"of": files["words"], "share": 0.5, "over": 4, "before": "<answer>"}}, DATA
-    )
-    begun = [batch(source.train, 3, i, 0) for i in range(6)]
+    options = {"share": 0.5, "over": 4, "before": "<answer>"}
+    source = build({"hints": {"of": files["words"], **options}}, DATA)
     for i, share in enumerate((2, 1, 1, 0, 0, 0)):  # of 4 pieces
-        for prompt in begun[i]:
+        for prompt in batch(source.train, 3, i, 0):
             number = prompt["answer"].split()[0]
             wanted = ["", f"<answer>{number} ", f"<answer>{number} a "][share]
             assert prompt.get("prefill", "") == wanted
     assert not any("prefill" in p for p in [*source.train, *source.held_out])
+
+
+def test_what_a_policy_leaves_out_leaves_every_curriculum(files):
+    class Short:
+        """A policy that cannot take every other prompt."""
+
+        def admit(self, prompts):
+            return prompts[::2]
+
+    source = build({"hints": {"of": {"replay": {"of": {"mixture": {"sources": files}}}}}}, DATA)
+    left = admitted(Short(), source).train
+    assert type(left) is type(source.train) and len(left) == 8
+    assert {p["text"] for p in drawn(left, 8, count=8)} == {p["text"] for p in left}
+    assert isinstance(left.inner.inner, Mixture)
 
 
 # replay
@@ -154,29 +144,19 @@ def test_hard_prompts_come_again_once_and_solved_ones_do_not(files):
     one = replay(files)
     first = batch(one, 4, 0, 0)
     assert batch(one, 4, 0, 0) == first
-    easy, hard, flat, mixed = first
-    one.learn(
-        [
-            Outcome(easy["entry"], 1.0, True),
-            Outcome(hard["entry"], 0.1, False),
-            Outcome(flat["entry"], 0.7, True),
-            Outcome(mixed["entry"], 0.7, False),
-        ]
-    )
+    results = zip(first, ((1.0, True), (0.1, False), (0.7, True), (0.7, False)))
+    one.learn([Outcome(prompt["entry"], *result) for prompt, result in results])
+    _, hard, flat, _ = first
     assert one.waiting == [hard["entry"], flat["entry"]]
+    two = replay(files)
+    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
     second = batch(one, 4, 1, 0)
-    assert second[2:] == [hard, flat]
+    assert second[2:] == [hard, flat] and batch(two, 4, 1, 0) == second
     one.learn([Outcome(p["entry"], 0.2 if p == hard else float("nan"), False) for p in second])
     assert one.waiting == [hard["entry"]]
-
-
-def test_a_resumed_replay_goes_on_the_same(files):
-    one = replay(files)
-    two = replay(files)
-    one.learn([Outcome(p["entry"], 0.0, True) for p in batch(one, 4, 0, 0)])
-    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert batch(one, 4, 1, 0) == batch(two, 4, 1, 0)
-    assert sum(a != b for a, b in zip(batch(one, 4, 1, 0), batch(replay(files), 4, 1, 0))) == 2
+    few = replay(files, size=3)
+    few.learn([Outcome(entry, 0.0, True) for entry in range(5)])
+    assert few.waiting == [2, 3, 4], "the oldest are forgotten"
 
 
 def test_a_state_of_an_earlier_version_is_refused(files):
@@ -188,116 +168,56 @@ def test_a_state_of_an_earlier_version_is_refused(files):
     one.load_state_dict({})  # of a run without hints
 
 
-def test_the_memory_forgets_the_oldest(files):
-    one = replay(files, size=3)
-    one.learn([Outcome(entry, 0.0, True) for entry in range(5)])
-    assert one.waiting == [2, 3, 4]
-
-
 def test_outcomes_of_groups():
     group = torch.tensor([0, 0, 1, 1, 2, 2])
-    rollout = make_rollout(
-        group=group,
-        row_id=torch.arange(6),
-        sample=group,
-        logprob=torch.zeros(6, 1),
-        mask=torch.ones(6, 1, dtype=bool),
-        prompts=[{"entry": 7}, {"entry": 8}, {"entry": 9}],
-    )
+    shape = {"logprob": torch.zeros(6, 1), "mask": torch.ones(6, 1, dtype=bool)}
+    prompts = [{"entry": 7}, {"entry": 8}, {"entry": 9}]
+    rollout = make_rollout(group=group, row_id=group, sample=group, prompts=prompts, **shape)
     values = torch.tensor([1.0, 0.5, 0.25, 0.25, torch.nan, torch.nan])
     found = advantages.outcomes(Rewards({"r": values}, {"r": 2.0}), rollout)
-    assert found[:2] == [
-        Outcome(7, 1.5, False, (2.0, 1.0)),
-        Outcome(8, 0.5, True, (0.5, 0.5)),
-    ]
+    assert found[:2] == [Outcome(7, 1.5, False, (2.0, 1.0)), Outcome(8, 0.5, True, (0.5, 0.5))]
     assert found[2].entry == 9 and found[2].mean != found[2].mean and found[2].rewards == ()
 
 
-@pytest.mark.parametrize(
-    "options", [{"dynamic_sampling_rounds": 2}, {"stages": (ReplayBuffer(share=1.0),)}, {}], ids=str
-)
-def test_data_hear_of_groups_that_gave_way(options):
+def trainer_of(reward, lr=0.0, below=0.3, **options):
+    prompts = [{"text": f"{i}", "label": i % 2} for i in range(16)]
+    source = Replay(SimpleNamespace(train=prompts, held_out=[]), share=0.5, below=below)
+    return Trainer(
+        toys.ToyCausal(),
+        source.train,
+        Scorer({"some": reward}),
+        advantages.grpo,
+        PolicyGradient(),
+        partial(adamw, lr=lr),
+        TrainOptions(4, 4, 16, 6, **options),
+    )
+
+
+def test_data_hear_of_groups_that_gave_way():
     """Half of the prompts earn nothing: whoever takes their places in the update, they were hard
     and come again."""
     asked = {}
 
     def reward(media, prompts):
-        found = torch.tensor([p["label"] * (0.5 + 0.1 * (i % 4)) for i, p in enumerate(prompts)])
         asked.update({p["entry"]: p["label"] for p in prompts})
-        return found
+        return torch.tensor([p["label"] * (0.5 + 0.1 * (i % 4)) for i, p in enumerate(prompts)])
 
-    given = SimpleNamespace(
-        train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[]
-    )
-    policy = Recalling() if "stages" in options else toys.ToyCausal()
-    trainer = Trainer(
-        policy,
-        Replay(given, share=0.5, below=0.3).train,
-        Scorer({"half": reward}),
-        advantages.grpo,
-        PolicyGradient(),
-        partial(adamw, lr=0.0),
-        TrainOptions(
-            prompts_per_iteration=4, group_size=4, train_batch_size=16, iterations=6, **options
-        ),
-    )
+    trainer = trainer_of(reward, dynamic_sampling_rounds=2)
     for _ in range(3):
         before = {*trainer.prompts.waiting}
-        _ = asked.clear()
+        asked.clear()
         trainer.iterate()
-        assert {*trainer.prompts.waiting} == before - {*asked} | {
-            entry for entry, good in asked.items() if not good
-        }
+        hard = {entry for entry, good in asked.items() if not good}
+        assert {*trainer.prompts.waiting} == before - {*asked} | hard
         assert trainer.prompts.waiting
 
 
-class Recalling(toys.ToyCausal):
-    """Can be shown old answers again: prompts are encoded one by one."""
-
-    def encode(self, prompts):
-        return [{"input_ids": torch.tensor([[p["label"]]], dtype=self.dtype)} for p in prompts]
-
-    def recall(self, prompts):
-        return self.encode(prompts), list(prompts)
-
-    def rollout(self, prompts, copies, rng, context):
-        plain = super().encode(prompts)
-        coded = self.encode
-        self.encode = lambda _: plain
-        try:
-            return super().rollout(prompts, copies, rng, context).replace(cond=coded(prompts))
-        finally:
-            del self.encode
-
-    def dist(self, point):
-        label = torch.cat([one["input_ids"] for one in point.cond])
-        return super().dist(point.replace(cond={"label": label}))
-
-
 def test_training_with_replay_goes_on_from_a_checkpoint_to_the_bit():
-    def trainer():
-        given = SimpleNamespace(
-            train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[]
-        )
-        policy = toys.ToyCausal()
-        return Trainer(
-            policy,
-            Replay(given, share=0.5, below=0.4).train,
-            Scorer({"threes": threes}),
-            advantages.grpo,
-            PolicyGradient(),
-            partial(adamw, lr=3e-3),
-            TrainOptions(
-                prompts_per_iteration=4,
-                group_size=4,
-                train_batch_size=16,
-                iterations=6,
-                dynamic_sampling_rounds=1,
-            ),
-        )
+    def threes(media, prompts):
+        return (media == 3).float().mean(1)
 
-    one = trainer()
-    two = trainer()
+    options = {"lr": 3e-3, "below": 0.4, "dynamic_sampling_rounds": 1}
+    one, two = (trainer_of(threes, **options) for _ in range(2))
     for _ in range(3):
         one.iterate()
     assert one.prompts.waiting
@@ -311,7 +231,3 @@ def test_training_with_replay_goes_on_from_a_checkpoint_to_the_bit():
     assert two.prompts.waiting == one.prompts.waiting
     weights = [x.policy.weights.full() for x in (one, two)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def threes(media, prompts):
-    return (media == 3).float().mean(1)

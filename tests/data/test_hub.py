@@ -45,34 +45,21 @@ def outcomes(folder):
 
 
 @pytest.mark.slow
-def test_a_data_set_is_read_by_its_id(outcomes):
-    whole = outcomes["whole"]
+def test_a_data_set_is_read_by_its_id_or_as_a_stream_and_refused_in_one_sentence(outcomes):
+    whole, streamed = outcomes["whole"], outcomes["streamed"]
     assert whole["train"] == [f"what is {i}?" for i in range(4)]
-    assert whole["held_out"] == ["what is 4?", "what is 5?"]
+    assert whole["held_out"] == outcomes["split"]["train"] == ["what is 4?", "what is 5?"]
     assert whole["sizes"] == [[40, 30]] * 4, "pictures are in memory"
     assert whole["lines"][0].endswith("4 to train on, 2 held out (its own split test)")
-    assert outcomes["split"]["train"] == ["what is 4?", "what is 5?"]
-
-
-@pytest.mark.slow
-def test_a_stream_is_read_up_to_the_limit(outcomes):
-    streamed = outcomes["streamed"]
     assert streamed["train"] == ["what is 0?", "what is 1?"]
     assert "up to the limit" in streamed["lines"][0] and streamed["sizes"] == [[40, 30]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, words",
-    [
+    for name, words in (
         ("no split", ["no split 'nowhere'", "name one of train, test", "option split"]),
         ("gated", ["it is gated; accept its terms", "hf auth login"]),
         ("absent", ["neither a file or folder here", "check the spelling", "hf auth login"]),
-    ],
-)
-def test_what_the_hub_does_not_give_is_one_sentence(outcomes, name, words):
-    error = outcomes[name]["error"]
-    assert "\n" not in error and all(word in error for word in words)
+    ):
+        error = outcomes[name]["error"]
+        assert "\n" not in error and all(word in error for word in words)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -84,10 +71,6 @@ def test_the_library_reads_a_local_folder_alike(folder, streaming):
     assert [row["problem"] for _, row in rows] == [f"what is {i}?" for i in range(4)]
     assert all(set(row["image"]) == {"bytes", "path"} for _, row in rows), "nothing is decoded"
     assert rows[3][0].endswith("train: row 4")
-
-
-def test_a_subset_of_a_local_folder(folder):
-    place = folder / "hub" / "me" / "mine"
     assert len(Vision(place, subset="default", held_out=0.0).train) == 4
     with pytest.raises(UserError, match="subset"):
         Vision(place, subset="other")
@@ -119,12 +102,9 @@ def test_errors_of_the_library_become_a_sentence_with_the_remedy(monkeypatch, er
     assert str(raised.value).startswith("data set 'a/b': ")
 
 
-def test_without_the_library_the_remedy_is_named(monkeypatch):
+def test_names_and_the_remedy_without_the_library(monkeypatch):
+    assert all(map(is_hub_name, ["squad", "a/b", "HuggingFaceM4/ChartQA", "a-b/c_d.v2"]))
+    assert not any(map(is_hub_name, ["a/b/c", "../a", "~/a", "/a", "a b", ".hidden/x", "a/"]))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install datasets, or "multimodal-rl\[data\]"'):
         HubSet("a/b").splits()
-
-
-def test_names_that_the_hub_could_know():
-    assert all(map(is_hub_name, ["squad", "a/b", "HuggingFaceM4/ChartQA", "a-b/c_d.v2"]))
-    assert not any(map(is_hub_name, ["a/b/c", "../a", "~/a", "/a", "a b", ".hidden/x", "a/"]))

@@ -1,7 +1,6 @@
 """Multiple-choice questions turned around: what was wrong is right, and the other way round."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -49,19 +48,15 @@ def test_what_cannot_be_turned_around_stays(given):
     assert inverted([given], 1.0) == [given]
 
 
-def test_a_share_is_inverted_the_same_every_time():
+def test_a_share_is_inverted_the_same_every_time_and_only_to_train_on(tmp_path):
     prompts = [question(f"What is number {n}?") for n in range(400)]
     once = inverted(prompts, 0.5)
     assert once == inverted(prompts, 0.5)
     assert 160 < sum("inverted" in prompt for prompt in once) < 240
     assert inverted(prompts, 0.0) == prompts and inverted([], 0.5) == []
-
-
-def test_only_questions_to_train_on_are_inverted(tmp_path: Path):
     listed = "A a cube\nB a ball\nC a ring\nD nothing"
     rows = [question(f"What is number {n}?\n{listed}") for n in range(40)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    data = Vision(path, invert=1.0, held_out=0.25)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = Vision(tmp_path / "rows.jsonl", invert=1.0, held_out=0.25)
     assert all("isn't" in prompt["text"] for prompt in data.train)
     assert data.held_out and all("isn't" not in prompt["text"] for prompt in data.held_out)

@@ -33,8 +33,18 @@ PICK = {"caption": "p", "jpg_0": "a", "jpg_1": "b", "has_label": True}
 RAPIDATA = {"prompt": "p", "image1": "a", "image2": "b"}
 
 
-def test_rows_of_published_data_are_pairs(subtests):
-    for row, expected, undecided in [
+RANKED = {"prompt": "p", "image_path": ["a", "b", "c"], "rank": [2, 1, 2]}
+WEIGHTED = RAPIDATA | {
+    "weighted_results_image1_preference": 0.8,
+    "weighted_results_image2_preference": 0.2,
+    "weighted_results_image1_alignment": 0.1,
+    "weighted_results_image2_alignment": 0.9,
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected", "undecided"),
+    [
         (PICK | {"label_0": 1.0, "label_1": 0.0}, ONE, 0),
         (PICK | {"label_0": 0.0, "label_1": 1.0}, TWO, 0),
         (PICK | {"label_0": 0.5, "label_1": 0.5}, [], 1),
@@ -42,30 +52,17 @@ def test_rows_of_published_data_are_pairs(subtests):
         ({"prompt": "p", "image_path": ["a", "b"], "human_preference": [0, 1]}, TWO, 0),
         ({"prompt": "p", "file_path": ["a", "b"], "human_preference": [1, 0]}, ONE, 0),
         # a test split of HPD v2: ranks of several, two of them equal
-        (
-            {"prompt": "p", "image_path": ["a", "b", "c"], "rank": [2, 1, 2]},
-            [("p", "b", "a"), ("p", "b", "c")],
-            1,
-        ),
+        (RANKED, [("p", "b", "a"), ("p", "b", "c")], 1),
         ({"prompt": "p", "path1": "a", "path2": "b", "choice_dist": [9, 1]}, ONE, 0),
         ({"prompt": "p", "generations": ["a", "b"], "ranking": [2, 1]}, TWO, 0),
         ({"prompt": "p", "img_better": "a", "img_worse": "b"}, ONE, 0),
         (RAPIDATA | {"votes_image1": 3, "votes_image2": 20}, TWO, 0),
-        (
-            RAPIDATA
-            | {
-                "weighted_results_image1_preference": 0.8,
-                "weighted_results_image2_preference": 0.2,
-                "weighted_results_image1_alignment": 0.1,
-                "weighted_results_image2_alignment": 0.9,
-            },
-            ONE,
-            0,
-        ),
-    ]:
-        with subtests.test(row=row, expected=expected):
-            left_out = Counter()
-            assert sides(pairs_in(row, left_out)) == expected and left_out.total() == undecided
+        (WEIGHTED, ONE, 0),
+    ],
+)
+def test_rows_of_published_data_are_pairs(row, expected, undecided):
+    left_out = Counter()
+    assert sides(pairs_in(row, left_out)) == expected and left_out.total() == undecided
 
 
 @pytest.mark.parametrize(
@@ -85,14 +82,9 @@ def test_pick_a_pic_is_read_from_its_table_and_ties_are_counted(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    labels = [1.0, 0.0, 0.5]
-    rows = {
-        "caption": ["one", "two", "tie"],
-        "jpg_0": [jpeg("red")] * 3,
-        "jpg_1": [jpeg("blue")] * 3,
-        "label_0": labels,
-        "has_label": [True] * 3,
-    }
+    pictures = {"jpg_0": [jpeg("red")] * 3, "jpg_1": [jpeg("blue")] * 3}
+    labels = {"label_0": [1.0, 0.0, 0.5], "has_label": [True] * 3}
+    rows = {"caption": ["one", "two", "tie"], **pictures, **labels}
     pq.write_table(pa.table(rows), tmp_path / "pick.parquet")
     with collecting() as summaries:
         source = PreferencePairs(tmp_path / "pick.parquet", held_out=0)
@@ -125,9 +117,8 @@ def test_kohyas_file_is_read_and_its_repeats_are_mentioned(tmp_path):
     with collecting() as summaries:
         (prompt,) = Captions(meta, held_out=0).train
     assert prompt["text"] == "a girl, 1girl, red" and prompt["answer"].endswith("10_girl/x.png")
-    assert "1 pictures: lie in folders that repeat them in kohya's trainer (10 times" in " ".join(
-        summaries[0].lines()
-    )
+    said = " ".join(summaries[0].lines())
+    assert "1 pictures: lie in folders that repeat them in kohya's trainer (10 times" in said
 
 
 def test_pictures_go_to_the_bucket_of_their_proportions(tmp_path):
@@ -160,8 +151,7 @@ def test_what_pictures_lose_and_how_far_they_are_enlarged_is_counted():
     target = (32, 32)
     pictures = [((40, 400), "pan"), ((8, 8), "tiny"), ((32, 34), "fine")]
     said = framing.sentence(framing.Framed(name, size, target) for size, name in pictures)
-    assert (
-        "of 3 pictures 1 lose more than a tenth" in said and "(pan most, 90% of 400 x 40)" in said
-    )
+    assert "of 3 pictures 1 lose more than a tenth" in said
+    assert "(pan most, 90% of 400 x 40)" in said
     assert "1 are enlarged (tiny most, 4.0 times)" in said
     assert not framing.sentence([framing.Framed("fine", (32, 34), target)])

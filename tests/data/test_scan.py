@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from mmrl.data.captions import Captions
 from mmrl.data.ledger import collecting
 from mmrl.data.prompts import Prompts
 from mmrl.data.vision.source import Vision
+from tests.fixtures.clips import film
 
 
 @pytest.fixture
@@ -61,40 +63,30 @@ def test_bytes_are_known_by_their_hash_and_pictures_taken_as_they_are(folder):
     assert scan([content]) == [first]
 
 
-def test_a_cache_that_cannot_be_used_is_done_without(folder, monkeypatch, tmp_path):
-    whole = str(folder / "whole.png")
+class Full(sqlite3.Connection):
+    def executemany(self, *arguments):
+        raise sqlite3.OperationalError("database or disk is full")
+
+
+@pytest.mark.parametrize("harm", ["a file", "no database", "a full disk", "two processes"])
+def test_a_cache_that_cannot_be_used_is_done_without(harm, folder, monkeypatch, tmp_path):
+    """Of several processes one looks at a time."""
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "file" / "below"))
-    assert scan([whole])[0].size == (60, 40)
-    monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "damaged"))
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "pictures.sqlite").write_text("this is no database" * 100)
-    assert scan([whole])[0].size == (60, 40)
-
-
-def test_a_full_disk_costs_only_the_memory(folder, monkeypatch):
-    real = sqlite3.connect
-
-    class Full(sqlite3.Connection):
-        def executemany(self, *arguments):
-            raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(
-        scanning.sqlite3, "connect", lambda path, **options: real(path, factory=Full, **options)
-    )
+    places = {"a file": "file/below", "no database": "damaged"}
+    monkeypatch.setenv("MMRL_CACHE", str(tmp_path / places.get(harm, "cache")))
+    if harm == "a full disk":
+        connect = partial(sqlite3.connect, factory=Full)
+        monkeypatch.setattr(scanning.sqlite3, "connect", connect)
+    if harm == "two processes":
+        monkeypatch.setenv("WORLD_SIZE", "2")
     assert scan([str(folder / "whole.png")])[0].size == (60, 40)
-
-
-def test_of_several_processes_one_looks_at_a_time(folder, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert scan([str(folder / "whole.png")])[0].size == (60, 40)
-    assert (folder.parent / "cache" / "pictures.lock").exists()
+    assert (folder.parent / "cache" / "pictures.lock").exists() or harm != "two processes"
 
 
 def test_files_are_decoded_only_where_their_end_does_not_tell_or_the_user_asks(folder, monkeypatch):
     """A file whose middle is damaged ends as it should; only a decoder notices."""
-    from tests.fixtures.films import film
-
     content = (folder / "whole.png").read_bytes()
     middle = len(content) // 2
     (folder / "hurt.png").write_bytes(content[:middle] + b"\0" * 40 + content[middle + 40 :])
@@ -128,6 +120,8 @@ def test_one_bad_picture_is_named_or_left_out_as_asked(folder, name):
     (line,) = summary.lines()
     assert "3 rows read, 1 broken and left out, 2 to train on, 0 held out" in line
     assert len(Vision(path, scan=False, held_out=0.0).train) == 3, "nobody looked"
+    with pytest.raises(UserError, match="2 of 2 rows are broken"):
+        Vision(rows(folder, [name, name]), broken="skip")
 
 
 def test_pictures_of_conversations_and_of_captions_are_looked_at(folder):
@@ -141,25 +135,12 @@ def test_pictures_of_conversations_and_of_captions_are_looked_at(folder):
         Captions(rows(folder, ["cut.png", "whole.png"]))
     with collecting() as summaries:
         source = Captions(rows(folder, ["cut.png", "deep.png"]), 0.0, broken="skip")
+        Vision(rows(folder, ["whole.png", "more.jpg", "whole.png", "deep.png"]), held_out=0.4)
     assert len(source.train) == 1
-    assert (
-        summaries[0]
-        .lines()[1]
-        .endswith("1 pictures: more than 8 bits a value, scaled by their range")
-    )
-
-
-def test_a_source_whose_rows_are_all_broken_says_so_in_any_case(folder):
-    with pytest.raises(UserError, match="2 of 2 rows are broken"):
-        Vision(rows(folder, ["cut.jpg", "cut.jpg"]), broken="skip")
-
-
-def test_the_account_tells_what_repeats_and_what_is_held_out(folder):
-    path = rows(folder, ["whole.png", "more.jpg", "whole.png", "deep.png"])
-    with collecting() as summaries:
-        Vision(path, held_out=0.4)
-    text = summaries[0].lines()[0]
-    assert "1 repeat another row" in text and "(40 % by a hash of the picture)" in text
+    of_captions, of_questions = (summary.lines() for summary in summaries)
+    assert "1 pictures: more than 8 bits a value, scaled by their range" in of_captions[1]
+    assert "1 repeat another row" in of_questions[0]
+    assert "(40 % by a hash of the picture)" in of_questions[0]
 
 
 @pytest.fixture

@@ -69,13 +69,12 @@ def simulate(data, iterations, count=8, start=0):
 
 RATES = [0.0, 0.02, 0.5, 0.98, 1.0, 0.5, 0.01, 0.99] * 8
 SOURCES = {
-    "vade": lambda rates=RATES: Vade(Bernoulli(rates)),
-    "vas": lambda rates=RATES: Vas(Bernoulli(rates)),
-    "pcl": lambda rates=RATES: Pcl(Bernoulli(rates)),
-    "pcl_model": lambda rates=RATES: Pcl(Bernoulli(rates), value="model"),
-    "pcl_both": lambda rates=RATES: Pcl(Bernoulli(rates), value="both"),
-    "sec": lambda rates=RATES: Sec(Bernoulli(rates)),
-    "depo": lambda rates=RATES: Depo(Bernoulli(rates)),
+    "vade": lambda: Vade(Bernoulli(RATES)),
+    "vas": lambda: Vas(Bernoulli(RATES)),
+    "pcl": lambda: Pcl(Bernoulli(RATES)),
+    "pcl_both": lambda: Pcl(Bernoulli(RATES), value="both"),
+    "sec": lambda: Sec(Bernoulli(RATES)),
+    "depo": lambda: Depo(Bernoulli(RATES)),
 }
 
 
@@ -85,40 +84,22 @@ def signals(drawn):
     return 1 - sum(flat) / len(flat)
 
 
-def test_more_groups_have_a_signal_than_of_prompts_drawn_alike(subtests):
-    for name in SOURCES:
-        with subtests.test(name=name):
-            plain = Bernoulli(RATES)
-            plain.train = [{**prompt, "entry": i} for i, prompt in enumerate(plain.train)]
-            alike = 0
-            for iteration in range(60, 100):
-                alike += sum(
-                    not o.flat for o in answered(batch(plain.train, 8, iteration, SEED), iteration)
-                )
-            data = SOURCES[name]().train
-            simulate(data, 60)
-            later = signals(simulate(data, 40, start=60))
-            assert later > 1.25 * alike / 320, (later, alike / 320)
-
-
-def test_a_resumed_run_draws_the_same(subtests):
-    for name in SOURCES:
-        with subtests.test(name=name):
-            data = SOURCES[name]().train
-            simulate(data, 9)
-            again = SOURCES[name]().train
-            again.load_state_dict(json.loads(json.dumps(data.state_dict())))
-            first = [[p["entry"] for p in prompts] for prompts, _ in simulate(data, 6, start=9)]
-            second = [[p["entry"] for p in prompts] for prompts, _ in simulate(again, 6, start=9)]
-            assert first == second and len({tuple(entries) for entries in first}) > 1
-
-
-def test_a_subset_is_drawn_from_alone_and_small_data_repeats(subtests):
-    for name in SOURCES:
-        with subtests.test(name=name):
-            data = SOURCES[name]().train
-            part = data.restricted(data.prompts[10:13])
-            assert {p["entry"] for p in batch(part, 8, 0, SEED)} <= {10, 11, 12}
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_resumed_run_draws_the_same_and_more_groups_have_a_signal(name):
+    """More than of prompts drawn alike."""
+    rates = Bernoulli(RATES).train
+    plain = [{**prompt, "entry": i} for i, prompt in enumerate(rates)]
+    alike = [answered(batch(plain, 8, i, SEED), i) for i in range(30, 60)]
+    data = SOURCES[name]().train
+    part = data.restricted(data.prompts[10:13])
+    assert {p["entry"] for p in batch(part, 8, 0, SEED)} <= {10, 11, 12}
+    simulate(data, 30)
+    again = SOURCES[name]().train
+    again.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    found = [simulate(one, 30, start=30) for one in (data, again)]
+    first, second = ([[p["entry"] for p in prompts] for prompts, _ in one] for one in found)
+    assert first == second
+    assert signals(found[0]) > 1.25 * signals([(None, results) for results in alike])
 
 
 def test_weights_of_answers_fade_at_visits_and_between_them():
@@ -180,60 +161,6 @@ def test_vas_scores_by_variance_and_diversity_and_keeps_a_uniform_share():
         Vas(Bernoulli(RATES), variance=0.0, diversity=0.0)
 
 
-@pytest.mark.parametrize("family", ["flow", "masked"])
-def test_vas_scores_all_prompts_anew_by_extra_answers(family, monkeypatch):
-    class Toys:
-        train = toys.prompts(16)
-        held_out = []
-
-    flow = family not in ("causal", "masked")
-    source = Vas(Toys, threshold=-0.9 if flow else 0.2, refresh=2, rollouts=3)
-    monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
-    sizes = {"prompts_per_iteration": 5, "group_size": 4, "train_batch_size": 20}
-    trainer = make_trainer(family, micro_batch_size=None, **sizes)
-    samples = []
-    plain = trainer.sample
-
-    def recorded(prompts, rng, copies, *graphs):
-        drawn = plain(prompts, rng, copies, *graphs)
-        samples.append((prompts, copies, drawn))
-        return drawn
-
-    monkeypatch.setattr(trainer, "sample", recorded)
-    metrics = [trainer.iterate() for _ in range(3)]
-    assert ["diversity/rescored" in m for m in metrics] == [True, False, True]
-    assert metrics[0]["diversity/rescored"] == 16
-    extra_sizes = [5, 5, 5, 1]
-    sizes = [5, *extra_sizes, 5, 5, *extra_sizes]
-    assert [len(prompts) for prompts, _, _ in samples] == sizes
-    statistics = source.train.statistics
-    assert sorted(statistics.records) == list(range(16))
-    trained = {prompt["entry"] for prompt in samples[-5][0]}
-    assert [copies for _, copies, _ in samples[-5:]] == [4, 3, 3, 3, 3]
-    extra = [(prompts, drawn) for prompts, _, drawn in samples[-4:]]
-    checked = 0
-    for prompts, drawn in extra:
-        total = drawn.rewards.total()
-        for group, prompt in enumerate(prompts):
-            if "entry" not in prompt or prompt["entry"] in trained:
-                continue
-            rows = total[drawn.rollout.group == group]
-            right = [float(value > source.threshold) for value in rows.tolist()]
-            record = statistics[prompt["entry"]]
-            assert len(right) == 3 and record.samples == 3
-            assert record.mean == pytest.approx(sum(right) / 3)
-            checked += 1
-    assert checked == 16 - len(trained)
-
-
-def test_every_process_scores_its_share_and_all_are_scored_once():
-    prompts = [{"text": str(i), "entry": i} for i in range(7)]
-    parts = [share_of(prompts, rank, 3) for rank in range(3)]
-    assert [share for share, _ in parts] == [3, 3, 3] == [len(local) for _, local in parts]
-    entries = [prompt["entry"] for _, local in parts for prompt in local if "entry" in prompt]
-    assert entries == list(range(7))
-
-
 def test_pcl_takes_the_candidates_nearest_to_the_target():
     source = Pcl(Bernoulli(RATES), target=0.4, candidates=3.0, prior=2.0)
     data = source.train
@@ -250,76 +177,33 @@ def test_pcl_takes_the_candidates_nearest_to_the_target():
     assert batch(data, 8, 12, SEED) == [candidates[i] for i in order]
 
 
-class Worded(Bernoulli):
-    """As many prompts as there are answers, whose words tell how hard they are."""
-
-    def __init__(self, count):
-        rates = [(0.02, 0.5, 0.98)[i % 3] for i in range(count)]
-        super().__init__(rates)
-        words = ("prove", "compute", "repeat")
-        for i, prompt in enumerate(self.train):
-            prompt["text"] = f"{words[i % 3]} item{i}"
-
-
 def test_the_value_model_takes_the_steps_of_its_formula():
-    """min sum (x'w - r)^2 + ridge |w - old|^2, by gradient descent; the order does not matter."""
+    """min sum (x'w - r)^2 + ridge |w - old|^2, in closed form; the order does not matter."""
     rng = np.random.default_rng(0)
-    model = ValueModel(ridge=0.7, start=0.4)
-    again = ValueModel(ridge=0.7, start=0.4)
+    model, again = (ValueModel(ridge=0.7, start=0.4) for _ in range(2))
     w = np.zeros(4)
     for _ in range(3):
-        features = rng.normal(size=(5, 3))
-        rewards = rng.random(5)
-        old = w.copy()
-        for _ in range(20_000):
-            gradient = 1.4 * (w - old)
-            for i in range(5):
-                x = [*features[i], 1.0]
-                gap = 0.4 + sum(a * b for a, b in zip(x, w)) - rewards[i]
-                gradient = gradient + 2 * gap * np.array(x)
-            w = w - 0.02 * gradient
-            if np.abs(gradient).max() < 1e-12:
-                break
-        model.learn(features, rewards)
+        features, rewards = rng.normal(size=(5, 3)), rng.random(5)
+        x = np.concatenate([features, np.ones((5, 1))], 1)
+        w = np.linalg.solve(x.T @ x + 0.7 * np.eye(4), x.T @ (rewards - 0.4) + 0.7 * w)
         order = rng.permutation(5)
+        model.learn(features, rewards)
         again.learn(features[order], rewards[order])
-        np.testing.assert_allclose(model.weights, w, atol=1e-9)
-        np.testing.assert_allclose(again.weights, w, atol=1e-9)
-    expected = [0.4 + sum(a * b for a, b in zip([*x, 1.0], w)) for x in features]
-    np.testing.assert_allclose(model.predict(features), expected, atol=1e-9)
+        for one in (model, again):
+            np.testing.assert_allclose(one.weights, w, atol=1e-9)
+    np.testing.assert_allclose(model.predict(features), 0.4 + x @ w, atol=1e-9)
 
 
-@pytest.mark.parametrize("value", ["model", "both"])
-def test_prompts_never_asked_are_chosen_by_what_their_words_predict(value):
-    source = Pcl(Worded(2400), candidates=3.0, value=value)
-    data = source.train
-    assert signals(simulate(data, 30)[20:]) > 0.9  # half of the plain ones would be flat
-    asked = set(data.statistics.records)
-    fresh = [prompt for prompt in data.prompts if prompt["entry"] not in asked]
-    predicted = dict(zip((p["p"] for p in fresh), data.predicted(fresh)))
-    assert predicted[0.02] < 0.3 < predicted[0.5] < 0.7 < predicted[0.98]
-    chosen = batch(data, 8, 30, SEED)
-    candidates = batch(data.inner, 24, 30, SEED)
-    weights = [data.statistics.weight(p["entry"]) if value == "both" else 0 for p in candidates]
-    gaps = []
-    for prompt, weight, guess in zip(candidates, weights, data.predicted(candidates)):
-        mean = data.statistics[prompt["entry"]].mean
-        gaps.append(abs((weight * mean + guess) / (weight + 1) - 0.5))
-    order = sorted(range(24), key=lambda i: gaps[i])[:8]
-    assert chosen == [candidates[i] for i in order]
-
-
-def test_features_of_ones_own_must_fit(tmp_path):
-    np.save(tmp_path / "rows.npy", np.eye(5))
+def test_a_value_model_learns_from_features_of_ones_own(tmp_path):
+    file = tmp_path / "rows.npy"
+    np.save(file, np.eye(5))
     with pytest.raises(UserError, match=r"pcl.embeddings: .* needs a row for each of the 64"):
-        Pcl(Bernoulli(RATES), value="model", embeddings=tmp_path / "rows.npy")
+        Pcl(Bernoulli(RATES), value="model", embeddings=file)
     with pytest.raises(UserError, match="set value to model or both"):
-        Pcl(Bernoulli(RATES), embeddings=tmp_path / "rows.npy")
-    data = Pcl(
-        Bernoulli([0.1, 0.5, 0.9, 0.5, 0.1]), value="model", embeddings=tmp_path / "rows.npy"
-    )
-    simulate(data.train, 20, count=2)
-    values = data.train.predicted(data.train.prompts)
+        Pcl(Bernoulli(RATES), embeddings=file)
+    data = Pcl(Bernoulli([0.1, 0.5, 0.9, 0.5, 0.1]), value="model", embeddings=file).train
+    simulate(data, 20, count=2)
+    values = data.predicted(data.prompts)
     assert values[0] < values[1] < values[2]
 
 
@@ -347,21 +231,15 @@ def test_sec_learns_the_value_of_a_category_by_td_and_draws_by_softmax():
 
 
 def test_depo_asks_what_explores_and_replays_what_was_rarely_asked():
-    source = Depo(Bernoulli(RATES), replay=0.25)
-    data = source.train
+    data = Depo(Bernoulli(RATES), replay=0.25).train
     simulate(data, 40)
-    chosen = batch(data, 8, 40, SEED)
+    chosen = [p["entry"] for p in batch(data, 8, 40, SEED)]
     visits = [data.statistics[entry].visits for entry in range(len(RATES))]
-    assert sorted(visits)[1] >= max(data.statistics[p["entry"]].visits for p in chosen[6:])
-    candidates = [
-        p
-        for p in batch(data.inner, 16, 40, SEED)
-        if p["entry"] not in {q["entry"] for q in chosen[6:]}
-    ]
-    spread = {p["entry"]: data.statistics[p["entry"]].variance for p in candidates}
-    widest = sorted(candidates, key=lambda p: -spread[p["entry"]])[:6]
-    assert [p["entry"] for p in chosen[:6]] == [p["entry"] for p in widest]
+    assert sorted(visits)[1] >= max(visits[entry] for entry in chosen[6:])
     assert min(visits) >= 2, "nothing is forgotten"
+    candidates = [p["entry"] for p in batch(data.inner, 16, 40, SEED)]
+    candidates = [entry for entry in candidates if entry not in chosen[6:]]
+    assert chosen[:6] == sorted(candidates, key=lambda e: -data.statistics[e].variance)[:6]
 
 
 def explored_by_loop(answers, noise):
@@ -400,29 +278,6 @@ def test_depo_explores_by_the_entropy_of_the_last_visits():
     candidates = {p["entry"]: data.explorability(p["entry"]) for p in data.drawn(8, 12, SEED)}
     widest = sorted(candidates, key=lambda entry: -candidates[entry])[:4]
     assert sorted(p["entry"] for p in batch(data, 4, 12, SEED)) == sorted(widest)
-
-
-@pytest.mark.parametrize("family", ["flow", "causal"])
-def test_the_entropies_of_samples_reach_depo(family, monkeypatch):
-    class Toys:
-        train = toys.prompts(8)
-        held_out = []
-
-    source = Depo(Toys, explore="entropy", noise=9.0)
-    monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
-    policy = toys.POLICIES[family](record_entropy=True)
-    trainer = make_trainer(policy=policy, group_size=4, train_batch_size=16)
-    trainer.iterate()
-    assert len(source.train.traces) == 8 and any(sum(t) != 0 for t in source.train.traces.values())
-    rollout = trainer.collect().rollout
-    mask = rollout.mask
-    entropy = (rollout.entropies() * mask).sum(1) / mask.sum(1)
-    rewards = {"r": torch.arange(len(rollout)).double()}
-    known = entropies_of(Drawn(rollout, rollout.sample, Rewards(rewards)))
-    rows = [row for answers in known.values() for row in answers]
-    for reward, value in rows:
-        assert value == pytest.approx(float(entropy[int(reward)]), rel=1e-5)
-    assert len(rows) == len(rollout)
 
 
 def bleu_by_loop(answer, others):
@@ -480,78 +335,103 @@ def test_diversity_of_tokens_is_the_inverse_self_bleu_by_loop(seed):
 
 def test_diversity_of_latents_is_their_spread():
     sample = 0.3 * torch.randn(6, 2, 3, generator=torch.Generator().manual_seed(0)).double()
-    rollout = make_rollout(
-        group=torch.tensor([0, 1, 0, 1, 0, 1]),
-        row_id=torch.arange(6),
-        sample=sample,
-        mask=torch.ones(6, 1).bool(),
-        logprob=torch.zeros(6, 1),
-    )
-    _, values = diversity(rollout)
+    group = torch.tensor([0, 1, 0, 1, 0, 1])
+    shape = {"mask": torch.ones(6, 1).bool(), "logprob": torch.zeros(6, 1)}
+    _, values = diversity(make_rollout(group=group, row_id=group, sample=sample, **shape))
     for g in range(2):
-        variance = sample[rollout.group == g].flatten(1).var(0, correction=1).mean()
+        variance = sample[group == g].flatten(1).var(0, correction=1).mean()
         assert float(values[g]) == pytest.approx(float(variance) ** 0.5, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [("vas", "diffusion"), ("vas", "causal"), ("vade", "masked"), ("pcl", "flow")],
-)
-def test_a_policy_trains_on_chosen_prompts(family, name, monkeypatch):
-    class Toys:
-        train = toys.prompts(16)
-        held_out = []
+# with a trainer
 
-    threshold = {"threshold": -0.9 if family in ("flow", "diffusion") else 0.2}
-    source = DATA[name](Toys, **({"value": "model"} if name == "pcl" else threshold))
+
+def training(source, monkeypatch, policy, **sizes):
     monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
-    trainer = make_trainer(family, group_size=4, train_batch_size=16)
-    metrics = [trainer.iterate() for _ in range(3)][-1]
-    assert len(source.train.statistics.records) > 0 and metrics["decisions"] > 0
-    assert ("diversity/group" in metrics) == (name == "vas")
-    if name == "vas":
-        assert any(record.diversity > 0 for record in source.train.statistics.records.values())
+    sizes = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 16} | sizes
+    return make_trainer(policy=policy, micro_batch_size=None, **sizes)
 
 
-OUTER = {
-    "vade": lambda inner: Vade(inner),
-    "vas": lambda inner: Vas(inner, diversity=0.0),
-    "sec": lambda inner: Sec(inner),
-    "pcl": lambda inner: Pcl(inner),
-    "depo": lambda inner: Depo(inner),
-}
+class Toys:
+    train = toys.prompts(16)
+    held_out: list = []
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner"),
-    [*((outer, "replay of hints") for outer in OUTER), ("vade", "knapsack"), ("sec", "knapsack")],
-)
-def test_what_lies_inside_a_selection_still_acts(outer, inner):
+@pytest.mark.parametrize("family", ["flow", "masked"])
+def test_vas_scores_all_prompts_anew_by_extra_answers(family, monkeypatch):
+    source = Vas(Toys, threshold=-0.9 if family == "flow" else 0.2, refresh=2, rollouts=3)
+    sizes = {"prompts_per_iteration": 5, "train_batch_size": 20}
+    trainer = training(source, monkeypatch, toys.POLICIES[family](), **sizes)
+    samples = []
+    plain = trainer.sample
+
+    def recorded(prompts, rng, copies, *graphs):
+        drawn = plain(prompts, rng, copies, *graphs)
+        samples.append((prompts, copies, drawn))
+        return drawn
+
+    monkeypatch.setattr(trainer, "sample", recorded)
+    metrics = [trainer.iterate() for _ in range(3)]
+    assert [m.get("diversity/rescored") for m in metrics] == [16, None, 16]
+    assert all("diversity/group" in m for m in metrics)
+    sizes = [(5, 4), (5, 3), (5, 3), (5, 3), (1, 3)]
+    assert [(len(p), copies) for p, copies, _ in samples] == [*sizes, (5, 4), *sizes]
+    statistics = source.train.statistics
+    assert sorted(statistics.records) == list(range(16))
+    trained = {prompt["entry"] for prompt in samples[-5][0]}
+    checked = 0
+    for prompts, _, drawn in samples[-4:]:
+        total = drawn.rewards.total()
+        for group, prompt in enumerate(prompts):
+            if "entry" in prompt and prompt["entry"] not in trained:
+                rows = total[drawn.rollout.group == group].tolist()
+                record = statistics[prompt["entry"]]
+                assert len(rows) == 3 == record.samples
+                assert record.mean == pytest.approx(sum(v > source.threshold for v in rows) / 3)
+                checked += 1
+    assert checked == 16 - len(trained)
+    parts = [share_of([{"entry": i} for i in range(7)], rank, 3) for rank in range(3)]
+    assert [share for share, _ in parts] == [3, 3, 3] == [len(local) for _, local in parts]
+    entries = [prompt["entry"] for _, local in parts for prompt in local if "entry" in prompt]
+    assert entries == list(range(7)), "of several processes each scores its share"
+
+
+@pytest.mark.parametrize("family", ["flow", "causal"])
+def test_the_entropies_of_samples_reach_depo(family, monkeypatch):
+    source = Depo(Toys, explore="entropy", noise=9.0)
+    policy = toys.POLICIES[family](record_entropy=True)
+    trainer = training(source, monkeypatch, policy)
+    trainer.iterate()
+    assert any(sum(trace) != 0 for trace in source.train.traces.values())
+    rollout = trainer.collect().rollout
+    mask = rollout.mask
+    entropy = (rollout.entropies() * mask).sum(1) / mask.sum(1)
+    rewards = {"r": torch.arange(len(rollout)).double()}
+    known = entropies_of(Drawn(rollout, rollout.sample, Rewards(rewards)))
+    rows = [row for answers in known.values() for row in answers]
+    assert len(rows) == len(rollout)
+    for reward, value in rows:
+        assert value == pytest.approx(float(entropy[int(reward)]), rel=1e-5)
+
+
+@pytest.mark.parametrize("outer", ["vade", "vas", "sec", "pcl", "depo"])
+def test_what_lies_inside_a_selection_still_acts(outer):
     """Hints are written, budgets shared out and hard prompts asked again, whoever chooses."""
     source = Bernoulli([0.0, 0.5, 0.5, 1.0, 0.3, 0.7] * 4)
     for prompt in source.train:
         prompt["answer"] = "one two three four"
-    inside = source
-    if "hints" in inner:
-        inside = Hints(inside, share=0.5)
-    if "replay" in inner:
-        inside = Replay(inside, share=0.5, below=0.2)
-    if inner == "knapsack":
-        inside = Knapsack(inside, least=2, most=32)
-    data = OUTER[outer](inside).train
+    inside = Knapsack(Replay(Hints(source, share=0.5), share=0.5, below=0.2), least=2, most=32)
+    data = DATA[outer](inside, **({"diversity": 0.0} if outer == "vas" else {})).train
+    replay = data.inner.inner
     differ = False
     for iteration in range(8):
         prompts = batch(data, 8, iteration, SEED)
         assert prompts == batch(data, 8, iteration, SEED) and len(prompts) == 8
-        if "hints" in inner:
-            assert all(prompt["prefill"] == "one two " for prompt in prompts)
-        if "replay" in inner and iteration:
-            waiting = data.inner.waiting[:4]
-            assert [prompt["entry"] for prompt in prompts[len(prompts) - len(waiting) :]] == waiting
-        if inner == "knapsack":
-            sizes = data.copies(prompts, 4, iteration)
-            assert sum(sizes) == 32
-            differ |= len(set(sizes)) > 1
+        assert all(prompt["prefill"] == "one two " for prompt in prompts)
+        waiting = replay.waiting[:4] if iteration else []
+        assert [p["entry"] for p in prompts[len(prompts) - len(waiting) :]] == waiting
+        sizes = data.copies(prompts, 4, iteration)
+        assert sum(sizes) == 32
+        differ |= len(set(sizes)) > 1
         data.learn(answered(prompts, iteration))
-    assert differ or inner != "knapsack"
-    assert "replay" not in inner or data.inner.waiting
+    assert differ and replay.waiting

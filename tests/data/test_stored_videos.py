@@ -1,27 +1,33 @@
-"""Videos inside tables and tars are read; what is no video is reported."""
+"""Videos as answers, and inside tables and tars; what is no video is reported."""
 
 import io
+import json
 import tarfile
 
 import pytest
+import torch
+from PIL import Image
 
+from mmrl.core.errors import UserError
 from mmrl.data.captions import Captions
 from mmrl.data.sources.media import video
 from mmrl.data.vision.source import Vision
-from tests.data.test_answers import film
+from mmrl.zoo.stages.answers import of_field, of_file
+from tests.fixtures.clips import film
 
 
 @pytest.fixture
-def content(tmp_path, monkeypatch) -> bytes:
+def clip(tmp_path, monkeypatch):
+    """Four frames of 8 a second, each brighter by 50."""
     monkeypatch.setenv("MMRL_CACHE", str(tmp_path / "cache"))
-    return film(tmp_path / "film.mp4").read_bytes()
+    return film(tmp_path / "a.mp4", 4)
 
 
 @pytest.mark.parametrize("source, key", [(Vision, "video"), (Captions, "answer")])
-def test_a_tar_of_videos(tmp_path, content, source, key):
+def test_a_tar_of_videos(tmp_path, clip, source, key):
     path = tmp_path / "films.tar"
     with tarfile.open(path, "w") as archive:
-        for name, part in (("a.mp4", content), ("a.txt", b"what moves?")):
+        for name, part in (("a.mp4", clip.read_bytes()), ("a.txt", b"what moves?")):
             entry = tarfile.TarInfo(name)
             entry.size = len(part)
             archive.addfile(entry, io.BytesIO(part))
@@ -29,19 +35,54 @@ def test_a_tar_of_videos(tmp_path, content, source, key):
         (prompt,) = source(str(path), held_out=0.0).train
         stored = tmp_path / "cache" / "videos"
         assert prompt["text"] == "what moves?" and [prompt[key]] == list(map(str, stored.iterdir()))
-    assert next(stored.iterdir()).read_bytes() == content
+    assert next(stored.iterdir()).read_bytes() == clip.read_bytes()
 
 
-def test_a_table_of_videos(tmp_path, content):
+def test_a_table_of_videos(tmp_path, clip):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    rows = [{"text": "what?", "video": {"bytes": content, "path": "a.mp4"}}]
+    rows = [{"text": "what?", "video": {"bytes": clip.read_bytes(), "path": "a.mp4"}}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "films.parquet")
     (prompt,) = Vision(str(tmp_path / "films.parquet"), held_out=0.0).train
     assert prompt["video"].endswith(".mp4")
-
-
-def test_other_bytes_are_no_video(tmp_path):
     with pytest.raises(ValueError, match="not a video that can be read"):
         video(b"nothing", tmp_path)
+
+
+def test_videos_are_answers_and_are_brought_to_the_policys_rate(tmp_path, clip):
+    lines = [
+        {"prompt": "p", "answers": [{"video": "a.mp4", "reward": 1.0}]},
+        {"prompt": "p", "answer": "a.mp4"},
+    ]
+    (tmp_path / "rated.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rated, plain = of_file(tmp_path / "rated.jsonl")({"text": "p"})
+    assert rated.reward == 1.0 and rated.media().shape == (4, 3, 16, 32)
+    assert torch.equal(plain.media(), rated.media())
+    for frames, rate, numbers in (
+        (None, None, [0, 1, 2, 3]),
+        (2, 4.0, [0, 2]),
+        (None, 16.0, [0, 0, 1, 1, 2, 2, 3, 3]),
+    ):
+        shown = plain.media(frames, rate).mean((1, 2, 3)) * 255 / 50
+        assert torch.allclose(shown, torch.tensor(numbers).float(), atol=0.1)
+    with pytest.raises(UserError, match="a.mp4: .*it lasts 0.50 s, and 17 frames"):
+        plain.media(17, 8.0)
+
+
+def answer(path):
+    (found,) = of_field("answer")({"text": "p", "answer": str(path)})
+    return found
+
+
+def test_rated_videos_are_read_as_they_are_stored_and_others_refused(tmp_path):
+    frames = [Image.new("RGB", (32, 16), (60 * i, 0, 0)) for i in range(3)]
+    frames[0].save(tmp_path / "v.png", save_all=True, append_images=frames[1:], duration=100)
+    frames[1].save(tmp_path / "still.png")
+    moving, still = (answer(tmp_path / name).media() for name in ("v.png", "still.png"))
+    assert moving.shape == (3, 3, 16, 32) and still.shape == (3, 16, 32)
+    assert torch.allclose(moving[:, 0].mean((1, 2)) * 255, torch.tensor([0.0, 60.0, 120.0]))
+    (tmp_path / "b.mp4").write_bytes(b"no film")
+    for name in ("b.mp4", "absent.mp4"):
+        with pytest.raises(UserError, match=f"{name}: no video that can be read"):
+            answer(tmp_path / name).media()

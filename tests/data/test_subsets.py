@@ -2,6 +2,7 @@
 
 import json
 from statistics import fmean
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,11 +55,15 @@ def test_every_visit_is_recorded_once_also_after_a_resume(tmp_path, monkeypatch)
     assert read_curves(path, data.prompts) == {3: [[1.0, 0.0, 0.0], [0.0, 0.0]]}
 
 
-def test_a_file_of_other_data_is_refused(tmp_path):
+def test_a_file_of_other_data_is_refused_and_what_it_lacks_left_out(tmp_path):
     path = recorded(tmp_path)
     other = Bernoulli(RATES[:5])
     with pytest.raises(UserError, match="use the same data source"):
         ByVariance(other, path)
+    lines = [line for line in path.read_text().splitlines() if json.loads(line)["entry"] != 2]
+    path.write_text("\n".join(lines))
+    with pytest.warns(UserWarning, match="1 of 24 prompts are not in"):
+        assert 2 not in {p["entry"] for p in ByVariance(Bernoulli(RATES), path).train}
     path.write_text('{"entry": 1}\n')
     with pytest.raises(UserError, match="rewards.jsonl:1: not a line that `recorded` wrote"):
         ByVariance(Bernoulli(RATES), path)
@@ -77,14 +82,6 @@ def test_prompts_of_informative_variance_are_kept(tmp_path):
     assert all(0 < source.train[p["entry"]]["p"] < 1 for p in ByVariance(source, path).train)
     with pytest.raises(UserError, match="no prompt of .* is good enough"):
         ByVariance(source, path, least=0.6)
-
-
-def test_prompts_that_were_not_recorded_are_left_out_and_counted(tmp_path):
-    path = recorded(tmp_path)
-    lines = [line for line in path.read_text().splitlines() if json.loads(line)["entry"] != 2]
-    path.write_text("\n".join(lines))
-    with pytest.warns(UserWarning, match="1 of 24 prompts are not in"):
-        assert 2 not in {p["entry"] for p in ByVariance(Bernoulli(RATES), path).train}
 
 
 def test_alignment_is_the_formula_of_limr():
@@ -147,45 +144,31 @@ def test_rows_are_spread_out_by_the_greedy_determinant():
 
 
 def test_depo_keeps_prompts_of_middle_difficulty(tmp_path):
-    path = recorded(tmp_path, RATES * 4)
     source = Bernoulli(RATES * 4)
-    data = Depo(source, path, diverse=1.0, share=0.25, spread=0.15).train
+    path = recorded(tmp_path, RATES * 4)
+    options = {"diverse": 1.0, "share": 0.25, "spread": 0.15}
+    data, again, other = (Depo(source, path, **options, seed=seed).train for seed in (0, 0, 1))
     rates = [p["p"] for p in data.prompts]
     assert len(rates) == COUNT and fmean(abs(rate - 0.5) for rate in rates) < 0.2
-    again = Depo(source, path, diverse=1.0, share=0.25, spread=0.15).train
-    other = Depo(source, path, diverse=1.0, share=0.25, spread=0.15, seed=1).train
     assert again.prompts == data.prompts != other.prompts
     assert len(Depo(source, path, diverse=0.5, share=0.5).train) == COUNT
     assert {p["entry"] for p in batch(data, 8, 0, 0)} <= {p["entry"] for p in data.prompts}
-
-
-def test_depo_takes_embeddings_of_every_prompt(tmp_path):
-    path = recorded(tmp_path)
     file = tmp_path / "rows.npy"
+    few, path = Bernoulli(RATES), recorded(tmp_path / "few")
     np.save(file, np.eye(COUNT)[:, :5] + 0.1)
-    assert len(Depo(Bernoulli(RATES), path, embeddings=file).train) == 5
+    assert len(Depo(few, path, embeddings=file).train) == 5
     np.save(file, np.eye(4))
     with pytest.raises(UserError, match="a row for each of the 24 prompts"):
-        Depo(Bernoulli(RATES), path, embeddings=file)
+        Depo(few, path, embeddings=file)
 
 
 def test_rewards_of_a_reference_choose_prompts_too(tmp_path):
     """PVPO: the file that is its baseline says which prompts are neither too easy nor too hard."""
-    source = Plain(["a", "b", "c", "b"])
+    source = SimpleNamespace(train=[{"text": text} for text in "abcb"], held_out=[])
     path = tmp_path / "reference.jsonl"
     lines = [("a", [1, 1, 1]), ("b", [0, 1]), ("b", [1]), ("c", 0.0)]
     path.write_text("\n".join(json.dumps({"text": t, "reward": r}) for t, r in lines))
-    assert read_curves(path, with_entries(source.train)) == {
-        0: [[1, 1, 1]],
-        1: [[0, 1, 1]],
-        2: [[0]],
-        3: [[0, 1, 1]],
-    }
+    curves = read_curves(path, with_entries(source.train))
+    assert curves == {0: [[1, 1, 1]], 1: [[0, 1, 1]], 2: [[0]], 3: [[0, 1, 1]]}
     kept = ByVariance(source, path).train
     assert [prompt["text"] for prompt in kept] == ["b", "b"]
-
-
-class Plain:
-    def __init__(self, texts):
-        self.train = [{"text": text} for text in texts]
-        self.held_out = []

@@ -55,17 +55,14 @@ def test_prompts_that_stay_hard_are_asked_with_their_hint():
     assert texts(data, 4)[0] == "q0", "hard no more"
 
 
-def test_prompts_that_take_the_place_of_others_are_asked_with_their_hint():
-    """As dynamic sampling picks them: what a curriculum changes, it changes there too."""
+def test_hints_act_wherever_prompts_are_drawn_and_need_their_field():
+    """In dynamic sampling and inside a selection."""
     data = Suggestions(Plain(), after=1, share=1.0).train
     data.learn(told([0, 0, 0, 0, 0]))
     assert pick(data, 0.0, 1)["text"] == "q0\nHint: look at 0"
-
-
-def test_hints_act_inside_a_selection_and_need_their_field():
-    data = Vade(Suggestions(Plain(), after=1, share=1.0)).train
-    data.learn(told([0, 0, 0, 0, 0]))
-    assert all("\nHint: " in text and text.count("Hint") == 1 for text in texts(data, 1))
+    inside = Vade(Suggestions(Plain(), after=1, share=1.0)).train
+    inside.learn(told([0, 0, 0, 0, 0]))
+    assert all(text.count("\nHint: ") == 1 for text in texts(inside, 1))
     with pytest.raises(UserError, match="suggestions: no prompt has the field 'help'"):
         Suggestions(Plain(), field="help")
 
@@ -99,13 +96,8 @@ def test_a_run_measures_the_kl_to_what_sampled():
         held_out: list = []
 
     data = Suggestions(Labels(), share=1.0, below=2.0, after=1, kl_drop=1.0).train
-    options = TrainOptions(
-        prompts_per_iteration=4,
-        group_size=4,
-        train_batch_size=16,
-        iterations=3,
-        stages=(ReusedResponses(threshold=None, when="always", place="append"),),
-    )
+    reuse = ReusedResponses(threshold=None, when="always", place="append")
+    options = TrainOptions(4, 4, 16, 3, stages=(reuse,))
     trainer = Trainer(
         toys.make("causal"),
         data,
@@ -140,8 +132,7 @@ def test_every_prompt_is_asked_in_one_of_its_forms():
     share = sum(prompt["form"] == "think" for prompt in prompts) / 200
     assert abs(share - 0.75) < 4 * (0.75 * 0.25 / 200) ** 0.5
     for prompt in prompts:
-        thinks = prompt["text"].endswith(" Think first.")
-        assert thinks == (prompt["form"] == "think")
+        assert prompt["text"].endswith(" Think first.") == (prompt["form"] == "think")
     later = {prompt["entry"]: prompt["form"] for prompt in batch(data, 200, 1, 0)}
     assert any(later[prompt["entry"]] != prompt["form"] for prompt in prompts)
     inside = batch(Vade(Forms(Plain(), forms)).train, 5, 0, 0)
