@@ -40,13 +40,11 @@ def backends(net):
 
 
 def test_a_backend_reaches_every_layer_behind_the_dispatcher_and_no_other_model(xformers):
-    policy = make("wan-two")
-    bystander = make("wan-two")
+    policy, bystander = make("wan-two"), make("wan-two")
     before = _AttentionBackendRegistry.get_active_backend()
     attention_backends.use(policy.net, "xformers")
-    assert backends(policy.net) == {AttentionBackendName._NATIVE_MATH} and backends(
-        bystander.net
-    ) == {None}
+    assert backends(policy.net) == {AttentionBackendName._NATIVE_MATH}
+    assert backends(bystander.net) == {None}
     assert _AttentionBackendRegistry.get_active_backend() == before
     attention_backends.use(policy.net, "sdpa")
     assert backends(policy.net) == {AttentionBackendName.NATIVE}
@@ -55,12 +53,13 @@ def test_a_backend_reaches_every_layer_behind_the_dispatcher_and_no_other_model(
 @pytest.mark.parametrize("case", ["flux", "sd", "sd3"])
 def test_samples_are_the_same_on_every_backend(case, xformers):
     policy = sd3() if case == "sd3" else make(case)
-    with torch.no_grad():
-        plain = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
-        attention_backends.use(policy.net, "xformers")
-        sample = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
-        attention_backends.use(policy.net, "sdpa")
-        again = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
+    samples = []
+    for backend in (None, "xformers", "sdpa"):
+        if backend:
+            attention_backends.use(policy.net, backend)
+        with torch.no_grad():
+            samples.append(policy.rollout(PROMPTS, 1, Rng.of("same")).sample)
+    plain, sample, again = samples
     torch.testing.assert_close(sample, plain, atol=1e-4, rtol=1e-4)
     assert not torch.equal(sample, plain) and torch.equal(again, plain)
 
@@ -69,23 +68,10 @@ def sd3():
     return SD3(locate("world:digits/sd3-test"), size=32, steps=2)
 
 
-def test_the_first_step_is_on_policy_with_a_backend_chosen_by_name(xformers, monkeypatch):
-    policy = make("flux", guidance_scale=2.0)
-    monkeypatch.setattr(AttentionChoice, "_chosen", lambda *_: "xformers")
-    policy.attending.backend = "xformers"
-    metrics = trainer_of(policy).iterate()
-    assert (
-        policy.attending.used == "xformers"
-        and metrics["ratio/max_deviation"] == 0.0
-        and metrics["grad_norm"] > 0
-    )
-
-
 @pytest.mark.parametrize(("name", "package"), [("xformers", "xformers"), ("flash", "flash-attn")])
 def test_a_backend_that_cannot_run_here_is_refused_with_the_remedy(name, package, monkeypatch):
-    with pytest.raises(
-        UserError, match=f"attention = {name} needs a CUDA device.*use auto or sdpa"
-    ):
+    says = f"attention = {name} needs a CUDA device.*use auto or sdpa"
+    with pytest.raises(UserError, match=says):
         make("flux", attention=name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(attention_backends, "version", lambda _: None)
@@ -97,34 +83,21 @@ def test_a_backend_that_cannot_run_here_is_refused_with_the_remedy(name, package
         choice.settle(lambda: None)
 
 
-def test_networks_without_a_fitting_layer_say_so(monkeypatch):
-    monkeypatch.setattr(AttentionChoice, "_chosen", lambda self, *_: self.backend)
-    policy = make("sd")
-    policy.attending.backend = "flash"
-    with pytest.raises(
-        UserError, match="UNet2DConditionModel has no attention layer that can use it"
-    ):
-        policy.attending.settle(lambda: None)
-    assert attention_backends.able(policy.net, "xformers") and not attention_backends.able(
-        policy.net, "flash"
-    )
-
-
-def test_a_backend_that_fails_on_the_network_is_refused_by_name_and_passed_over_by_auto(
-    monkeypatch,
-):
+def test_a_backend_without_a_fitting_layer_or_kernel_is_refused_by_name(monkeypatch):
     def broken():
         raise ValueError("no kernel for this\nand more")
 
     monkeypatch.setattr(AttentionChoice, "_chosen", lambda self, *_: self.backend)
     monkeypatch.setitem(attention_backends.BACKENDS, "xformers", "_native_math")
-    policy = make("flux")
-    policy.attending.backend = "xformers"
-    with pytest.raises(
-        UserError, match="cannot run this model in this precision: no kernel for this; use auto"
+    for name, backend, trial, says in (
+        ("sd", "flash", int, "UNet2DConditionModel has no attention layer that can use it"),
+        ("flux", "xformers", broken, "this model in this precision: no kernel for this; use auto"),
     ):
-        policy.attending.settle(broken)
-    assert attention_backends._seconds(broken) == float("inf")
+        policy = make(name)
+        policy.attending.backend = backend
+        with pytest.raises(UserError, match=says):
+            policy.attending.settle(trial)
+    assert attention_backends._seconds(broken) == float("inf")  # auto passes it over
 
 
 @pytest.mark.parametrize(("xformers_ms", "chosen"), [(1.01, "xformers"), (1.2, "sdpa")])
@@ -149,49 +122,38 @@ def test_auto_takes_xformers_where_it_is_no_slower_and_measures_once(
     assert AttentionChoice(make("flux").net, "auto").settle(lambda: None) == []
 
 
-def compiled(backend="eager", **options):
-    torch._dynamo.reset()
-    return make("flux", compile=backend, **options)
-
-
 def test_compiled_blocks_sample_and_train_as_plain_ones():
     """Sampling records gradients too: a graph that does not may round in another way than one that
     does."""
-    options = {"guidance_scale": 2.0, "lora": 2, "steps": 2}
+    torch._dynamo.reset()
     make("flux")  # built now: that draws from the generator which adapters begin with
-    plain = make("flux", **options)
-    quick = compiled("aot_eager", **options)
-    calls = []
-    assert (
-        quick.compiled and sum(m._compiled_call_impl is not None for m in quick.net.modules()) == 2
-    )
-    quick.net.x_embedder.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    runs = []
-    for policy in (plain, quick):
+    calls, weights = [], []
+    for options in ({}, {"compile": "eager"}):
+        policy = make("flux", lora=2, steps=2, **options)
+        policy.net.x_embedder.register_forward_hook(
+            lambda *_: calls.append(torch.is_grad_enabled())
+        )
         metrics = trainer_of(policy).iterate()
         assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
-        runs.append(policy.weights.full())
-    assert all(calls) and len(calls) > 3 and quick.trained is quick.net
-    for name, value in runs[0].items():
-        torch.testing.assert_close(runs[1][name], value, atol=2e-5, rtol=1e-4)
+        weights.append(policy.weights.full())
+    compiled = [m for m in policy.net.modules() if m._compiled_call_impl is not None]
+    assert policy.compiled and len(compiled) == 2 and all(calls[-3:])
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, atol=2e-5, rtol=1e-4)
 
 
 def test_a_compiler_that_is_not_there_is_the_users_to_mend(monkeypatch):
-    with pytest.raises(
-        UserError, match="policy option compile: no backend 'no_such_backend'; there are .*inductor"
-    ):
-        compiled("no_such_backend")
+    says = "policy option compile: no backend 'no_such_backend'; there are .*inductor"
+    with pytest.raises(UserError, match=says):
+        make("flux", compile="no_such_backend")
     policy = make("flux")
     policy.compiled = True
 
     def broken(*_):
-        raise torch._dynamo.exc.BackendCompilerFailed(
-            lambda: None, RuntimeError("no C++ compiler"), None
-        )
+        error = RuntimeError("no C++ compiler")
+        raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, error, None)
 
     monkeypatch.setattr(policy, "velocity", broken)
-    with (
-        torch.no_grad(),
-        pytest.raises(UserError, match="cannot build this model's kernels here.*or leave it out"),
-    ):
+    says = "cannot build this model's kernels here.*or leave it out"
+    with torch.no_grad(), pytest.raises(UserError, match=says):
         policy.rollout(PROMPTS, 1, Rng.of("same"))

@@ -17,10 +17,9 @@ def layer(dtype=torch.float32, width=32):
     return made.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_outputs_are_the_library_s_to_the_bit(dtype, autocast):
-    made, x = layer(dtype), torch.randn(2, 50, 32, dtype=dtype)
+def test_outputs_are_the_library_s_to_the_bit(autocast):
+    made, x = layer(), torch.randn(2, 50, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         plain = made(x)
         let_gradients_through(made)

@@ -1,6 +1,5 @@
 """Sampling in few steps: an exported student, loaded by plain diffusers, makes our pictures."""
 
-import json
 from functools import partial
 
 import diffusers
@@ -10,7 +9,6 @@ from diffusers.schedulers import scheduling_flow_match_lcm, scheduling_lcm
 
 from mmrl.core.errors import UserError
 from samplers.noise import Rng
-from samplers.windows import all_but_last, between_steps
 from tests.policies.diffusion.test_folder_families import CASES, call
 from tests.policies.diffusion.test_folder_families import make as family
 
@@ -37,7 +35,6 @@ def test_an_exported_student_gives_plain_diffusers_our_images(name, scheduler, o
     case = CASES[name]
     policy = make(name, steps=4)
     policy.export(tmp_path)
-    assert json.loads((tmp_path / "model_index.json").read_text())["scheduler"][1] == scheduler
     pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path)
     pipe.set_progress_bar_config(disable=True)
     assert type(pipe.scheduler).__name__ == scheduler
@@ -51,20 +48,6 @@ def test_an_exported_student_gives_plain_diffusers_our_images(name, scheduler, o
         theirs = call(pipe, policy, case, rollout, 1.0, "latent")
         ours = case.finished(policy, rollout.sample)
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
-        if steps > 1:  # its noise is new: without it the pictures are others
-            with policy.evaluating(), torch.no_grad():
-                other = policy.rollout(case.prompts, 1, Rng.of("other"))
-            assert not torch.equal(other.sample, rollout.sample)
-
-
-def test_an_adapter_comes_with_its_scheduler(tmp_path):
-    make("z_image", lora=2).export(tmp_path)
-    chosen = diffusers.FlowMatchLCMScheduler.from_pretrained(tmp_path, subfolder="scheduler")
-    assert (tmp_path / "pytorch_lora_weights.safetensors").is_file() and chosen.config.shift > 0
-
-
-def test_few_steps_have_noise_between_them():
-    assert torch.equal(between_steps(4), all_but_last(4)) and not between_steps(1).any()
 
 
 def test_a_folder_with_other_times_is_refused(tmp_path, monkeypatch):

@@ -1,11 +1,8 @@
-"""Every family in diffusers' folder format against diffusers' own pipeline, and what every policy
-must keep. What only families of pictures or videos do is in test_image_families and
-test_video_families."""
+"""Every family in diffusers' folder format against diffusers' own pipeline. What only families of
+pictures or videos do is in test_image_families and test_video_families."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -171,7 +168,7 @@ MORE["ltx-timed"].call |= {"decode_timestep": 0.05, "decode_noise_scale": 0.0}
 ALL = CASES | MORE
 # Without guidance pipelines call their networks in another way.
 PARITY = [(name, 1.0 if name.startswith("lcm") else 2.5) for name in ALL]
-PARITY += [(name, 1.0) for name in ("sdxl", "flux", "z_image", "wan", "hunyuan_i2v")]
+PARITY += [(name, 1.0) for name in ("sdxl", "flux", "wan", "hunyuan_i2v")]
 
 
 def place_of(name):
@@ -186,6 +183,7 @@ def make(name, **options):
 
 
 def pipeline(name, policy):
+    """The folder by diffusers alone."""
     pipe = getattr(diffusers, policy.pipeline).from_pretrained(place_of(name))
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -262,11 +260,11 @@ def test_without_noise_we_are_the_diffusers_pipeline(name, guidance):
     media = call(pipe, policy, case, rollout, guidance, "pt")
     torch.testing.assert_close(case.finished(policy, rollout.sample), latents, atol=1e-4, rtol=0)
     torch.testing.assert_close(ours, media, atol=1e-4, rtol=0)
-    for key in ("text", "image")[: 1 if case.shown is None else 2]:  # each of them has an effect
+    if guidance > 1:  # the text has an effect
         others = zip(case.prompts, case.prompts[::-1])
-        changed = rollout.replace(prompts=[one | {key: two[key]} for one, two in others])
+        changed = rollout.replace(prompts=[one | {"text": two["text"]} for one, two in others])
         other = call(pipe, policy, case, changed, guidance, "latent")
-        assert (other - latents).abs().max() > 1e-4, key
+        assert (other - latents).abs().max() > 1e-4
 
 
 def brightness(media, prompts):
@@ -286,7 +284,11 @@ def trainer_of(policy, prompts=PROMPTS, **options):
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+# those whose files test_lora_files does not read, and one that it does
+LEARNT = ["flux", "lcm", "sana", "qwen_edit", "wan-two", "cogvideox", "hunyuan_i2v"]
+
+
+@pytest.mark.parametrize("name", LEARNT)
 def test_training_begins_on_policy_and_its_export_gives_the_plain_pipeline_our_media(
     name, tmp_path
 ):
@@ -295,8 +297,6 @@ def test_training_begins_on_policy_and_its_export_gives_the_plain_pipeline_our_m
     trainer = trainer_of(policy, case.prompts)
     metrics = trainer.iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
-    assert metrics["step"] == 1
-    trainer.iterate()
     policy.export(tmp_path)
     moved = [key for key, p in policy.net.named_parameters() if "lora_B" in key and p.any()]
     two = name.endswith("-two")
@@ -316,71 +316,5 @@ def test_training_begins_on_policy_and_its_export_gives_the_plain_pipeline_our_m
     assert (after - before).abs().max() > 1e-4  # the training is seen
 
 
-@pytest.mark.parametrize("name", ["flux", "wan-two", "qwen_edit", "hunyuan_i2v"])
-def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
-    def fresh():
-        policy = make(name, lora=2, guidance_scale=2.5, steps=2)
-        return trainer_of(policy, CASES[name].prompts)
-
-    resumes(fresh, tmp_path)
-
-
-# What the folders of the hub hold: solvers whose steps have no density.
-HUB = {"num_train_timesteps": 1000}
-DISCRETE = HUB | {
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "clip_sample": False,
-    "set_alpha_to_one": False,
-    "skip_prk_steps": True,
-    "steps_offset": 1,
-}
-SCHEDULERS = {
-    "sd": DISCRETE | {"_class_name": "PNDMScheduler", "trained_betas": None},
-    "sdxl": DISCRETE | {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "leading"},
-    "wan": HUB
-    | {
-        "_class_name": "UniPCMultistepScheduler",
-        "prediction_type": "flow_prediction",
-        "use_flow_sigmas": True,
-        "flow_shift": 3.0,
-    },
-}
-
-
-def with_scheduler(case, target):
-    shutil.copytree(tiny_diffusers.folder(case), target)
-    (target / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULERS[case]))
-    index = json.loads((target / "model_index.json").read_text())
-    index["scheduler"] = ["diffusers", SCHEDULERS[case]["_class_name"]]
-    (target / "model_index.json").write_text(json.dumps(index))
-    return str(target)
-
-
-@pytest.mark.parametrize("case", ["sd", "sdxl"])
-def test_a_folder_of_the_hub_is_sampled_by_ddim_with_its_own_settings(case, tmp_path):
-    place = with_scheduler(case, tmp_path / "model")
-    policy = make(case, path=place, fixed_batch_rows=None, steps=4)
-    with policy.evaluating(2.5), torch.no_grad():
-        rollout = policy.rollout(PROMPTS, 1, Rng.of("same"))
-    pipe = getattr(diffusers, policy.pipeline).from_pretrained(place)
-    pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
-    pipe.set_progress_bar_config(disable=True)
-    latents = call(pipe, policy, CASES[case], rollout, 2.5, "latent")
-    torch.testing.assert_close(rollout.sample, latents, atol=1e-4, rtol=0)
-
-
-def test_wans_own_times_begin_at_one(tmp_path):
-    """UniPC begins a millionth below, where the first step of the Flow-SDE would have a hundred
-    times its noise."""
-    policy = make("wan", path=with_scheduler("wan", tmp_path / "model"), steps=5, noise_level=0.7)
-    scheduler = diffusers.UniPCMultistepScheduler.from_pretrained(
-        policy.place, subfolder="scheduler"
-    )
-    scheduler.set_timesteps(5)
-    torch.testing.assert_close(policy.times, scheduler.sigmas.double(), atol=2e-6, rtol=0)
-    assert policy.times[0] == 1 and policy.times[-1] == 0
-    with torch.no_grad():
-        first = next(iter(policy.path(policy.rollout(PROMPTS, 1, Rng.of("same")))))
-        assert policy.dist(first).std.flatten().tolist() == pytest.approx([0.7] * 2)
+def test_a_checkpoint_resumes_to_the_bit(tmp_path):
+    resumes(lambda: trainer_of(make("wan-two", lora=2, guidance_scale=2.5, steps=2)), tmp_path)

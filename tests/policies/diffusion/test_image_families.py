@@ -28,9 +28,8 @@ def test_an_image_is_a_file_or_in_memory_and_must_be_there(name, tmp_path):
         files.append(prompt | {"image": str(tmp_path / f"{i}.png")})
     one = policy.encode(prompts)
     two = policy.encode(files)
-    assert one["image"].shape[0] == 2 and all(
-        torch.equal(one[key], two[key]) for key in ("image", "text")
-    )
+    assert one["image"].shape[0] == 2
+    assert all(torch.equal(one[key], two[key]) for key in ("image", "text"))
     assert not torch.equal(one["image"][0], one["image"][1])
     with pytest.raises(
         UserError, match="'a red seven': this model edits the one image under 'image', and got 0"
@@ -51,53 +50,38 @@ def test_rocm_follows_the_reward_through_the_steps_of_a_real_consistency_model()
     """configs/lcm/rocm on a small LatentConsistencyModelPipeline. The steps that the objective
     takes again are those of a rollout with the same noise under the current weights, also when
     these have moved since."""
-    small = [
-        "size=16",
-        "steps=3",
-        "lora={rank: 2, alpha: 4}",
-        f"path={tiny_diffusers.folder('lcm')}",
-    ]
+    policy = {"path": tiny_diffusers.folder("lcm"), "size": 16, "steps": 3, "fixed_batch_rows": 4}
+    sizes = {"prompts_per_iteration": 4, "train_batch_size": 4, "micro_batch_size": 4}
     recipe = read(
         find_config("lcm/rocm"),
         [
-            *(f"policy.lcm.{override}" for override in small),
+            *(f"policy.lcm.{name}={value}" for name, value in policy.items()),
+            *(f"train.{name}={value}" for name, value in sizes.items()),
+            "policy.lcm.lora={rank: 2, alpha: 4}",
             "reward={tests.policies.diffusion.test_image_families:bright: 1.0}",
-            "train.prompts_per_iteration=4",
-            "policy.lcm.fixed_batch_rows=4",
-            "train.train_batch_size=4",
-            "train.micro_batch_size=4",
             "optimizer.adamw.lr=1e-2",
         ],
     )
     assert recipe["objective"] == {"draft": {"last": None, "kl": 0.1, "divergence": "kl"}}
     session = Session.of(recipe)
-    trainer = session.trainer()
-    policy = session.policy
+    trainer, policy = session.trainer(), session.policy
     objective = trainer.objective
-    trainer.iterate()
     prompts = list(session.source.train[:4])
-    with torch.no_grad():
-        before = policy.rollout(prompts, 1, Rng.of("same"))
-        reward = bright(policy.decode(before), None)
+
+    def sampled():
+        with torch.no_grad():
+            rollout = policy.rollout(prompts, 1, Rng.of("same"))
+            return rollout, bright(policy.decode(rollout), None)
+
+    trainer.iterate()
+    before, reward = sampled()
     trainer.iterate()
     trainer.iterate()
     (point,) = objective.points(policy, before, Rng.of(0))
-    assert point.state.shape[1] == 4 and (before.latents.noise_level[0] > 0).tolist() == [
-        True,
-        True,
-        False,
-    ]
-    with torch.no_grad():
-        now = policy.rollout(prompts, 1, Rng.of("same"))
-        assert (now.sample - before.sample).abs().max() > 1e-3
-        wanted = bright(policy.decode(now), None)
+    noisy = before.latents.noise_level[0] > 0
+    assert point.state.shape[1] == 4 and noisy.tolist() == [True, True, False]
+    now, wanted = sampled()
+    assert (now.sample - before.sample).abs().max() > 1e-3
     objective.kl = 0.0
     torch.testing.assert_close(-objective.loss(policy, point)[:, 0], wanted, atol=1e-5, rtol=0)
-    objective.kl = 0.1
-    with torch.no_grad():
-        assert (objective.loss(policy, point)[:, 0] > -wanted).all(), (
-            "the divergence to the base counts"
-        )
-    assert wanted.mean() > reward.mean() + 1e-4, (
-        "two iterations raised the reward of the same noise"
-    )
+    assert wanted.mean() > reward.mean() + 1e-4  # two iterations raised it, of the same noise

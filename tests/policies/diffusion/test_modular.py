@@ -12,26 +12,19 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.objectives import PolicyGradient
-from mmrl.train.minibatches import passes
 from mmrl.zoo.models.any_pipeline.replay_draws import Draws
-from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers, tiny_modular
-from tests.fixtures.replay_cases import CASES
-from tests.policies.diffusion.test_any_pipeline import PROMPTS, trainer_of
+from tests.fixtures.replay_cases import CASES, MODULAR
+from tests.policies.diffusion.test_any_pipeline import (
+    PROMPTS,
+    RNG,
+    assert_same_policies,
+    evaluated,
+)
 
 load_built_in()
-FLUX3 = {
-    "call": {
-        "height": 16,
-        "width": 16,
-        "max_sequence_length": 64,
-        "text_encoder_out_layers": [1, 2],
-    },
-    "skip_blocks": ["prompt_upsampler"],
-}
-ANIMA = {"call": {"height": 16, "width": 16, "max_sequence_length": 32}}
-ALONE = {"flux3": FLUX3, "anima": ANIMA}  # models without another form
+# models without another form
+ALONE = {name: {"call": MODULAR[name].call} | MODULAR[name].options for name in ("flux3", "anima")}
 
 
 def make(name, place=None, **options):
@@ -49,77 +42,35 @@ def test_samples_and_gradients_are_those_of_the_other_form(name):
     classic |= {"guidance_argument": "guidance_scale"} if name == "flux2" else {}
     if name == "z_image":  # whose pipeline adds 1
         classic["guidance_scale"] = guidance - 1
-    outcomes = []
     ours = {"guidance_scale": guidance}
     if name == "qwen_image":  # its blocks make one of None, however many prompts there are
         ours["call"] = CASES[name].call | {"negative_prompt": ""}
-    for options in (ours, classic):
-        policy = make(name, check=False, **options)
-        with torch.no_grad():
-            rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
-        signs = torch.tensor([1.0, -0.5, 2.0, -1.0])[:, None]
-        for point in passes(policy.path(rollout.replace(advantage=signs)), 4):
-            (PolicyGradient().loss(policy, point) * point.mask).sum().backward()
-        gradients = [p.grad for p in policy.net.parameters() if p.grad is not None]
-        gradient = torch.cat([g.flatten() for g in gradients])
-        outcomes.append((rollout.sample, policy.decode(rollout), gradient))
-    (ours, pictures, gradient), (theirs, others, expected) = outcomes
-    assert torch.equal(ours, theirs) and torch.equal(pictures, others)
-    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
-    assert gradient.abs().max() > 0
+    forms = [make(name, check=False, **options) for options in (ours, classic)]
+    assert_same_policies(*forms, atol=0)
 
 
-def loaded(name, place, **options):
-    """The modular pipeline by diffusers alone."""
+@pytest.mark.parametrize("name", ALONE)
+def test_pictures_are_those_of_its_own_blocks(name):
+    policy = make(name, fixed_batch_rows=None, guidance_scale=2.5)
+    policy.prepare(PROMPTS)
+    _, ours = evaluated(policy, PROMPTS[:1])
     kind = {"flux3": "Flux3", "anima": "Anima"}[name]
     blocks = getattr(diffusers, f"{kind}AutoBlocks")()
     for block in ALONE[name].get("skip_blocks", ()):
         blocks.sub_blocks.pop(block)
     pipeline = getattr(diffusers, f"{kind}ModularPipeline")
-    pipe = pipeline(blocks=blocks, pretrained_model_name_or_path=place)
-    pipe.load_components(**options)
-    return pipe
-
-
-def by_diffusers(name, place, guidance, noise):
-    """Its pictures."""
-    pipe = loaded(name, place)
-    pipe.guider.guidance_scale = guidance
-    seeded = torch.Generator().manual_seed(0)
-    call = ALONE[name]["call"] | {
-        "generator": seeded,
-        "output_type": "pt",
-        "num_inference_steps": 3,
-    }
-    with Draws(noise):
-        return pipe(prompt=PROMPTS[0]["text"], output="images", **call)
-
-
-@pytest.mark.parametrize(("name", "options"), [("flux3", {}), ("anima", {"lora": 2})])
-def test_it_trains_on_policy_and_its_export_gives_our_pictures(name, options, tmp_path):
-    policy = make(name, fixed_batch_rows=None, guidance_scale=2.5, **options)
-    policy.prepare(PROMPTS)
-    metrics = trainer_of(policy).iterate()
-    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
-    with torch.no_grad(), policy.evaluating():
-        rollout = policy.rollout(PROMPTS[:1], 1, Rng.of("same"))
-        ours = policy.decode(rollout)
-    noise = Rng.of("same").normal(rollout.row_id, policy.shape, 0, torch.float32)
-    policy.export(tmp_path / "export")
-    place = str(tiny_modular.folder(name))
-    before = by_diffusers(name, place, 2.5, noise)
-    if options:
-        pipe = loaded(name, place, names=["transformer"])
-        pipe.load_lora_weights(tmp_path / "export")
-        pipe.transformer.fuse_lora()
-        pipe.transformer.unload_lora()
-        shutil.copytree(place, tmp_path / "fused")
-        pipe.transformer.save_pretrained(tmp_path / "fused" / "transformer")
-    else:  # and it may lie elsewhere than where it was written
-        shutil.move(tmp_path / "export", tmp_path / "fused")
-    theirs = by_diffusers(name, str(tmp_path / "fused"), 2.5, noise)
+    pipe = pipeline(blocks=blocks, pretrained_model_name_or_path=policy.place)
+    pipe.load_components()
+    pipe.guider.guidance_scale = 2.5
+    call = ALONE[name]["call"] | {"output_type": "pt", "num_inference_steps": 3}
+    with Draws(RNG.normal(torch.arange(1), policy.shape, 0, torch.float32)):
+        theirs = pipe(
+            prompt=PROMPTS[0]["text"],
+            output="images",
+            generator=torch.Generator().manual_seed(0),
+            **call,
+        )
     torch.testing.assert_close(ours, theirs.float(), atol=1e-5, rtol=0)
-    assert (theirs - before).abs().max() > 1e-4  # the training is seen
 
 
 def test_folders_that_cannot_be_loaded_are_told_in_a_sentence(tmp_path):

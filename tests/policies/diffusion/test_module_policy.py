@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
-from mmrl.experiment import checkpoint, state
+from samplers.kernels import ddim, flow_sde
 from samplers.noise import Rng
-from tests.experiment.test_resume import same
+from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers, tiny_module
 from tests.policies.diffusion.test_folder_families import trainer_of
 
@@ -23,7 +24,7 @@ PROMPTS = [
 DIT = {
     "net": f"{HERE}:dit",
     "shape": [4, 4, 4],
-    "sde_type": "ddim",
+    "sde_type": ddim,
     "steps": 4,
     "noise_level": 1.0,
     "empty": 1000,
@@ -33,17 +34,8 @@ DIT = {
 
 def make(**options):
     torch.manual_seed(0)
-    chosen = {
-        "net": f"{HERE}:Tiny",
-        "shape": [3, 4, 4],
-        "steps": 3,
-        "fixed_batch_rows": 4,
-    } | options
-    if isinstance(chosen.get("sde_type"), str):
-        from samplers.tables import KERNELS
-
-        chosen["sde_type"] = KERNELS[chosen["sde_type"]]
-    return POLICIES.build("module", **chosen)
+    chosen = {"net": f"{HERE}:Tiny", "shape": [3, 4, 4], "steps": 3, "fixed_batch_rows": 4}
+    return POLICIES.build("module", **chosen | options)
 
 
 def of_the_pipeline(net, rollout, guidance, monkeypatch):
@@ -76,10 +68,7 @@ def test_a_dit_is_the_diffusers_pipeline(monkeypatch):
 
 
 def test_a_trained_dit_gives_the_plain_pipeline_our_images(tmp_path, monkeypatch):
-    """The export of adapters, too, is a state dict of the network as it was written, and all of
-    it."""
-    from safetensors.torch import load_file
-
+    """An export is a state dict of the network as it was written, and all of it."""
     whole = trainer(**DIT, lora=2, fixed_batch_rows=None)
     whole.iterate(), whole.iterate()
     whole.policy.export(tmp_path)
@@ -93,7 +82,6 @@ def test_a_trained_dit_gives_the_plain_pipeline_our_images(tmp_path, monkeypatch
 
 
 CASES = {
-    "guided": {"empty": 5, "guidance_scale": 2.5},
     "embedding": {"net": f"{HERE}:Embedded", "field": "place"},
     "nothing": {"net": f"{HERE}:Embedded", "field": None},
     "dit-lora": DIT | {"lora": 2, "guidance_scale": 2.5},
@@ -101,41 +89,15 @@ CASES = {
 
 
 def trainer(**options):
-    policy = make(**options)
-    found = trainer_of(policy)
-    found.prompts = PROMPTS
-    return found
+    return trainer_of(make(**options), PROMPTS)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_step_is_exactly_on_policy_and_a_checkpoint_resumes_to_the_bit(case, tmp_path):
-    whole = trainer(**CASES[case])
-    metrics = whole.iterate()
-    assert (
-        metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
-    )
-    path = checkpoint.save(tmp_path, whole.iteration, *state.capture(whole))
-    whole.iterate()
-    second = trainer(**CASES[case])
-    state.restore(second, *checkpoint.load(path))
-    second.iterate()
-    same(state.capture(second)[0], state.capture(whole)[0])
-
-
-def test_an_export_is_the_networks_state(tmp_path):
-    from safetensors.torch import load_file
-
-    found = trainer()
-    found.iterate()
-    found.policy.export(tmp_path / "out")
-    fresh = tiny_module.Tiny()
-    fresh.load_state_dict(load_file(tmp_path / "out" / "net.safetensors"))
-    x = torch.randn(2, 3, 4, 4)
-    t = torch.rand(2)
-    label = torch.tensor([1, 3])
-    torch.testing.assert_close(fresh(x, t, label), found.policy.net(x, t, label))
-    for name, value in found.policy.net.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], value), name
+    metrics = trainer(**CASES[case]).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    if case == "dit-lora":
+        resumes(lambda: trainer(**CASES[case]), tmp_path)
 
 
 def test_mistakes_are_one_sentence(tmp_path):
@@ -150,8 +112,5 @@ def test_mistakes_are_one_sentence(tmp_path):
         make(net=f"{tmp_path}/mine.py:build")
     with pytest.raises(UserError, match="policy option vae: .* cannot load it"):
         make(vae=str(tmp_path))
-    with pytest.raises(
-        UserError,
-        match="sde_type: flow_sde is not for this kind of model; for it: consistency, ddim",
-    ):
-        make(**DIT | {"sde_type": "flow_sde"})
+    with pytest.raises(UserError, match="sde_type: flow_sde is not for this .* consistency, ddim"):
+        make(**DIT | {"sde_type": flow_sde})

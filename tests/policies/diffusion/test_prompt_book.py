@@ -2,6 +2,7 @@
 everywhere."""
 
 import gc
+from functools import partial
 
 import pytest
 from PIL import Image
@@ -9,10 +10,7 @@ from PIL import Image
 from mmrl.policies.diffusion.prompt_book import PromptBook
 
 FIELDS = {"prompt": "text", "image": "image"}
-
-
-def book(**bounds):
-    return PromptBook(("image",), **bounds)
+book = partial(PromptBook, ("image",))
 
 
 def pictured(colour, side=8):

@@ -3,7 +3,6 @@ videos."""
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,15 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.policies.diffusion.video_rates import rate_of
 from samplers.noise import Rng
-from tests.policies.diffusion.test_any_pipeline import FILM, PROMPTS, make, noises, trainer_of
+from tests.fixtures import films
+from tests.policies.diffusion.test_any_pipeline import (
+    FILM,
+    PROMPTS,
+    assert_on_policy,
+    make,
+    noises,
+    sampled,
+)
 
 load_built_in()
 SIZE = {"height": 16, "width": 16}
@@ -53,11 +60,10 @@ def test_a_video_of_a_prompt_is_changed_on_policy():
     vae.__dict__["encode"] = lambda *args: encoded.append(1) or encode(*args)
     assert (policy.capabilities.makes, policy.media.frames) == ("video", 5)
     assert policy.media.fps == 16  # the published model's
-    assert trainer_of(policy).iterate()["ratio/max_deviation"] == 0.0
+    assert_on_policy(policy)
     assert policy.steps == 3  # of five
     encoded.clear()
-    with torch.no_grad():
-        policy.rollout(PROMPTS, 2, Rng.of("same"))
+    sampled(policy, 2)
     assert len(encoded) == 4  # once a sample, whatever the steps
     call = policy.arguments.of(policy.arguments.numbers(PROMPTS).tolist(), None)
     assert [len(video) for video in call["video"]] == [5, 5]
@@ -69,22 +75,9 @@ def test_a_video_of_a_prompt_is_changed_on_policy():
     assert (starts[0] - starts[1]).abs().max() > 1e-3
 
 
-def written(path, frames):
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=8)
-        stream.width = stream.height = 16
-        for k in range(frames):
-            pixels = np.full((16, 16, 3), 20 * k, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return str(path)
-
-
 def test_videos_are_files_or_frames(tmp_path):
     arguments = make("wan_v2v", SIZE, **WAN).arguments
-    file = written(tmp_path / "clip.mp4", 9)
+    file = str(films.film(tmp_path / "clip.mp4", 9))
 
     def shown(video, **more):
         prompt = {"text": "a", "video": video, "origin": "prompts.jsonl:7"} | more
@@ -99,20 +92,15 @@ def test_videos_are_files_or_frames(tmp_path):
     says = {
         str(tmp_path / "bad.mp4"): "prompts.jsonl:7: cannot read the video .*bad.mp4.*no video",
         str(tmp_path / "none.mp4"): "prompts.jsonl:7: cannot read .*none.mp4.*no such file",
-        written(tmp_path / "short.mp4", 1): "prompts.jsonl:7: .*short.mp4.*it lasts 0.12 s, and 5 ",
+        str(
+            films.film(tmp_path / "short.mp4", 1)
+        ): "prompts.jsonl:7: .*short.mp4.*it lasts 0.12 s, and 5 ",
     }
     for video, sentence in says.items():
         with pytest.raises(UserError, match=sentence):
             shown(video)
     with pytest.raises(UserError, match="prompts.jsonl:7: .*which have no times"):
         shown(FILM)
-
-
-def test_the_frames_of_videos_must_be_chosen():
-    with pytest.raises(UserError, match="video_frames: say how many frames .*VideoToVideoPipeline"):
-        make("wan_v2v", SIZE)
-    with pytest.raises(UserError, match=r"video_frames: is for calls with a video \(ZImage"):
-        make("z_image", video_frames=5)
 
 
 def test_a_pipeline_without_a_rate_has_that_of_its_published_model():

@@ -3,7 +3,7 @@ pipeline with the same file, or one sentence. And what they make of other parts'
 
 import json
 import shutil
-from functools import cache
+from functools import cache, partial
 
 import diffusers
 import pytest
@@ -14,29 +14,13 @@ from mmrl.core.registry import POLICIES, load_built_in, locate
 from mmrl.policies.diffusion import schedulers
 from samplers.noise import Rng
 from tests.fixtures import tiny_diffusers
+from tests.policies.diffusion import test_folder_families as folders
 
 load_built_in()
 
-TEXT = {"text_length": 12}
-VIDEO = {"size": 32, "frames": 9, "text_length": 16}
-# policy -> its options, and those of its pipeline's call
-FAMILIES = {
-    "sd3": ({"size": 32}, {}),
-    "flux": ({"size": 16, "text_length": 16}, {"max_sequence_length": 16}),
-    "flux2": (
-        {"size": 16, "text_layers": [1, 2, 3], **TEXT},
-        {"max_sequence_length": 12, "text_encoder_out_layers": (1, 2, 3)},
-    ),
-    "qwen_image": ({"size": 16, **TEXT}, {"max_sequence_length": 12}),
-    "z_image": ({"size": 16, **TEXT}, {"max_sequence_length": 12}),
-    "sana": ({"size": 32, "text_length": 16}, {"use_resolution_binning": False}),
-    "ltx": (VIDEO, {"num_frames": 9}),
-    "wan": (VIDEO, {"num_frames": 9}),
-    "hunyuan_video": (
-        {"size": [16, 32], "frames": 5, "text_length": 64},
-        {"num_frames": 5, "max_sequence_length": 64},
-    ),
-}
+VIDEO = folders.CASES["wan"].own
+# families of flows, whose cases say how they are made and called
+FAMILIES = ["sd3", "flux", "flux2", "qwen_image", "z_image", "sana", "ltx", "wan", "hunyuan_video"]
 EULER = "FlowMatchEulerDiscreteScheduler"
 SOLVED = {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction"}
 LIGHTNING = {
@@ -81,11 +65,12 @@ FAILS |= {("hunyuan_video", "dynamic"), ("hunyuan_video", "linear")}
 
 @cache
 def family(name):
-    own, _ = FAMILIES[name]
-    torch.manual_seed(0)
-    place = locate("world:digits/sd3-test") if name == "sd3" else str(tiny_diffusers.folder(name))
-    policy = POLICIES.build(name, path=str(place), steps=2, **own)
-    pipe = getattr(diffusers, policy.pipeline).from_pretrained(place)
+    """A policy, and its plain pipeline."""
+    if name == "sd3":
+        policy = POLICIES.build(name, path=locate("world:digits/sd3-test"), steps=2, size=32)
+    else:
+        policy = folders.make(name)
+    pipe = getattr(diffusers, policy.pipeline).from_pretrained(policy.place)
     pipe.set_progress_bar_config(disable=True)
     return policy, pipe
 
@@ -110,15 +95,10 @@ def plain_times(name, scheduler):
 
     scheduler.step = step
     pipe.scheduler = scheduler
-    height, width = policy.size
+    call = {} if name == "sd3" else folders.CASES[name].call
+    sizes = dict(zip(("height", "width"), policy.size))
     with pytest.raises(Reached):
-        pipe(
-            prompt="a red seven",
-            num_inference_steps=4,
-            height=height,
-            width=width,
-            **FAMILIES[name][1],
-        )
+        pipe(prompt="a red seven", num_inference_steps=4, **sizes, **call)
     return torch.as_tensor(scheduler.sigmas).double()
 
 
@@ -140,21 +120,6 @@ def test_a_flows_times_are_those_of_its_pipeline(name, tmp_path, monkeypatch):
         assert ours[0] == 1 or not first
         words = schedulers.notes(policy.place, policy.process)
         assert bool(words) == (kind != EULER) and all("Euler's steps" in word for word in words)
-
-
-def sentence(ask):
-    """What a file that is not understood is refused with."""
-    with pytest.raises(UserError, match="scheduler_config.json: ") as told:
-        ask()
-    return str(told.value)
-
-
-def test_what_a_flow_does_not_understand_is_a_sentence(tmp_path, monkeypatch):
-    for name in FAMILIES:
-        policy, _ = family(name)
-        for cell, (kind, config, word) in LEFT.items():
-            monkeypatch.setattr(policy, "place", written(tmp_path / name / cell, kind, config))
-            assert word in sentence(policy.own_grid), (name, cell)
 
 
 def test_times_that_do_not_fall_are_refused(tmp_path):
@@ -205,40 +170,30 @@ UNKNOWN = {
 }
 
 
-@cache
-def unet(name):
-    policy = POLICIES.build(name, path=str(tiny_diffusers.folder(name)), size=16, steps=2)
-    return policy, getattr(diffusers, policy.pipeline).from_pretrained(policy.place)
+def assert_process(policy, theirs):
+    """The process and the times are those of a scheduler of diffusers."""
+    ours, times = policy.trained_process(), policy.own_grid()(4)
+    theirs.set_timesteps(4)
+    torch.testing.assert_close(ours.alphas, theirs.alphas_cumprod.double(), atol=0, rtol=0)
+    assert ours.prediction == theirs.config.prediction_type
+    assert ours.timestep(times[:-1]).tolist() == theirs.timesteps.tolist()
+    return ours
 
 
 @pytest.mark.parametrize("name", ["sd", "sdxl"])
 def test_a_discrete_process_is_that_of_ddim_in_the_pipeline(name, tmp_path, monkeypatch):
-    policy, pipe = unet(name)
+    policy, pipe = family(name)
     checked = {"requires_safety_checker": False} if "safety_checker" in pipe.components else {}
     for cell, (kind, config) in SAMPLED.items():
         place = written(tmp_path / cell, kind, SCALED | config)
         monkeypatch.setattr(policy, "place", place)
-        ours, times = policy.trained_process(), policy.own_grid()(4)
         own = getattr(diffusers, kind).from_pretrained(place, subfolder="scheduler")
         remade = type(pipe)(**pipe.components | {"scheduler": own}, **checked)
         theirs = diffusers.DDIMScheduler.from_config(remade.scheduler.config)
-        theirs.set_timesteps(4)
-        alphas = theirs.alphas_cumprod.double()
-        torch.testing.assert_close(ours.alphas, alphas, atol=0, rtol=0, msg=cell)
-        assert ours.prediction == theirs.config.prediction_type, cell
+        ours = assert_process(policy, theirs)
         assert ours.final == float(theirs.final_alpha_cumprod), cell
-        assert ours.timestep(times[:-1]).tolist() == theirs.timesteps.tolist(), cell
         words = " ".join(schedulers.notes(place, ours))
         assert (kind == "DDIMScheduler") == (not words) and ("karras" in words) == (cell == "euler")
-
-
-def test_what_is_no_discrete_diffusion_is_a_sentence(tmp_path, monkeypatch):
-    for name in ("sd", "sdxl"):
-        policy, _ = unet(name)
-        for cell, (kind, config, word) in UNKNOWN.items():
-            file = SCALED | config if "EDM" not in kind and kind != EULER else config
-            monkeypatch.setattr(policy, "place", written(tmp_path / name / cell, kind, file))
-            assert word in sentence(policy.trained_process), (name, cell)
 
 
 # all that a folder may name; some are placeholders where a package is absent
@@ -246,23 +201,20 @@ CLASSES = [n for n in dir(diffusers) if n.endswith("Scheduler") and not n.starts
 
 
 def test_every_class_of_diffusers_is_held_to_ddim_or_refused(tmp_path, monkeypatch):
-    policy, _ = unet("sd")
+    policy, _ = family("sd")
     taken = set()
     for kind in CLASSES:
         place = tmp_path / kind
         place.mkdir()
         monkeypatch.setattr(policy, "place", written(place, kind, SCALED))
         try:
-            ours, times = policy.trained_process(), policy.own_grid()(4)
+            policy.trained_process(), policy.own_grid()
         except UserError as error:
             assert "scheduler_config.json: " in str(error), kind
             continue
         taken.add(kind)
         own = getattr(diffusers, kind).from_pretrained(place, subfolder="scheduler")
-        theirs = diffusers.DDIMScheduler.from_config(own.config)
-        theirs.set_timesteps(4)
-        torch.testing.assert_close(ours.alphas, theirs.alphas_cumprod.double(), atol=0, rtol=0)
-        assert ours.timestep(times[:-1]).tolist() == theirs.timesteps.tolist(), kind
+        assert_process(policy, diffusers.DDIMScheduler.from_config(own.config))
     assert taken == set(schedulers.DISCRETES)
 
 
@@ -292,13 +244,12 @@ def test_every_class_of_diffusers_is_held_to_its_own_flow_times_or_refused(tmp_p
 
 # families with their own scheduler: its class, and settings of its files
 OWN = {
-    "lcm": ("LCMScheduler", SCALED, {"size": 16}),
+    "lcm": ("LCMScheduler", SCALED),
     "cogvideox": (
         "CogVideoXDDIMScheduler",
         SCALED
         | {"snr_shift_scale": 3.0, "timestep_spacing": "trailing", **ZERO}
         | {"prediction_type": "v_prediction", "set_alpha_to_one": True},
-        {"size": [16, 32], "frames": 9, "text_length": 16},
     ),
 }
 OF_OWN = {
@@ -318,47 +269,40 @@ OF_OWN = {
         "linear": {"beta_schedule": "linear"},
     },
 }
-REFUSED_BY_OWN = {
-    "a word": ({"prediction_type": "x0"}, "'x0'"),
-    "thresholding": ({"thresholding": True}, "thresholding"),
-    "unknown key": ({"shfit": 3.0}, "'shfit' is a key of no scheduler"),
-}
-
-
-@cache
-def by_itself(name):
-    path = str(tiny_diffusers.folder(name))
-    return POLICIES.build(name, path=path, steps=4, **OWN[name][2])
 
 
 @pytest.mark.parametrize("name", OF_OWN)
 def test_a_family_with_its_own_scheduler_takes_its_process_and_times(name, tmp_path, monkeypatch):
-    policy, (kind, config, _) = by_itself(name), OWN[name]
+    (policy, _), (kind, config) = family(name), OWN[name]
     for cell, more in OF_OWN[name].items():
         place = written(tmp_path / cell, kind, config | more)
         monkeypatch.setattr(policy, "place", place)
-        ours, times = policy.trained_process(), policy.own_grid()(4)
         theirs = getattr(diffusers, kind).from_pretrained(place, subfolder="scheduler")
-        theirs.set_timesteps(4)
-        alphas = theirs.alphas_cumprod.double()
-        torch.testing.assert_close(ours.alphas, alphas, atol=0, rtol=0, msg=cell)
-        assert ours.prediction == theirs.config.prediction_type, cell
-        assert ours.timestep(times[:-1]).tolist() == theirs.timesteps.tolist(), cell
+        ours = assert_process(policy, theirs)
         if name == "lcm":
             assert ours.scaling == theirs.config.timestep_scaling
         else:
             assert ours.final == float(theirs.final_alpha_cumprod)
 
 
-def test_what_such_a_family_does_not_understand_is_a_sentence(tmp_path, monkeypatch):
-    for name, (kind, config, _) in OWN.items():
-        policy = by_itself(name)
-        for cell, (more, word) in REFUSED_BY_OWN.items():
-            # CogVideoX's class has no thresholding: diffusers leaves the key out too
-            if (name, cell) != ("cogvideox", "thresholding"):
-                place = written(tmp_path / name / cell, kind, config | more)
-                monkeypatch.setattr(policy, "place", place)
-                assert word in sentence(policy.trained_process), (name, cell)
+def refused():
+    """The files that families do not understand, and a word of the sentence."""
+    for name in ("flux", "wan"):
+        yield from ((name, *row) for row in LEFT.values())
+    for kind, config, word in UNKNOWN.values():
+        yield "sd", kind, config if "EDM" in kind or kind == EULER else SCALED | config, word
+    for name, (kind, config) in OWN.items():
+        yield name, kind, config | {"prediction_type": "x0"}, "'x0'"
+
+
+def test_what_a_family_does_not_understand_is_a_sentence(tmp_path, monkeypatch):
+    for i, (name, kind, config, word) in enumerate(refused()):
+        policy, _ = family(name)
+        monkeypatch.setattr(policy, "place", written(tmp_path / str(i), kind, config))
+        ask = policy.own_grid if name in FAMILIES else policy.trained_process
+        with pytest.raises(UserError, match="scheduler_config.json: ") as said:
+            ask()
+        assert word in str(said.value), (name, kind, config)
 
 
 def edited(name, tmp_path, part, **config):
@@ -402,22 +346,21 @@ def test_latents_of_sdxl_are_standardised_where_its_autoencoder_says_so(tmp_path
 
 def test_a_network_that_takes_its_guidance_is_given_it(tmp_path):
     """As LCM-SDXL's does."""
-    name = "sdxl"
-    place = shutil.copytree(tiny_diffusers.folder(name), tmp_path / name)
+    plain = tiny_diffusers.folder("sdxl")
+    place = shutil.copytree(plain, tmp_path / "sdxl")
     torch.manual_seed(0)
     config = dict(diffusers.UNet2DConditionModel.load_config(place, subfolder="unet"))
     config["time_cond_proj_dim"] = 16
     diffusers.UNet2DConditionModel.from_config(config).save_pretrained(place / "unet")
-    policy = POLICIES.build(name, path=str(place), size=16, steps=2, embedded_guidance=6.0)
+    make = partial(POLICIES.build, "sdxl", path=str(place), size=16, steps=2)
+    policy = make(embedded_guidance=6.0)
     ours, theirs = pictures(policy, guidance=6.0)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-    silent = POLICIES.build(name, path=str(place), size=16, steps=2)
-    assert (
-        "embedded_guidance" in silent.report.notes[0]
-        and (pictures(silent)[0] - ours).abs().max() > 1e-4
-    )
+    silent = make()
+    assert "embedded_guidance" in silent.report.notes[0]
+    assert (pictures(silent)[0] - ours).abs().max() > 1e-4
     with pytest.raises(UserError, match="takes no guidance scale"):
-        POLICIES.build(name, path=str(tiny_diffusers.folder(name)), size=16, embedded_guidance=6.0)
+        make(path=str(plain), embedded_guidance=6.0)
 
 
 def test_an_autoencoder_without_a_scale_is_refused(tmp_path):
@@ -433,10 +376,6 @@ def test_sdxl_learns_pictures_by_their_own_size_and_cut():
     answers = [torch.rand(3, *shape) for shape in shapes]
     told = policy.demonstrate(prompts, answers, Rng.of("a")).cond["time_ids"]
     # height and width as they came, corner of the cut at the new scale: 96 = (256 - 64) / 2
-    assert told[:, :4].tolist() == [
-        [64, 64, 0, 0],
-        [16, 16, 0, 0],
-        [64, 256, 0, 96],
-        [300, 200, 16, 0],
-    ]
+    cuts = [[64, 64, 0, 0], [16, 16, 0, 0], [64, 256, 0, 96], [300, 200, 16, 0]]
+    assert told[:, :4].tolist() == cuts
     assert (told[:, 4:] == 64).all()

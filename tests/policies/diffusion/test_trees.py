@@ -1,8 +1,8 @@
 """Trees of samples: what is shared, what it costs, what an edge is worth, and that their gradient
 is the flat one."""
 
-import copy
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +19,8 @@ from mmrl.zoo.advantages import Branch, tree_mean
 from mmrl.zoo.stages.dynamic_sampling import exchanged
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
+from samplers.solvers import dpm
+from samplers.windows import window
 from tests.fixtures import toys
 from tests.fixtures.records import make_point, make_rollout
 from tests.train.test_trainer import make_trainer
@@ -56,10 +58,8 @@ def test_branch_grpo_what_a_tree_costs(steps, forwards, edges):
     9."""
     rollout, spans = stick(Tree(splits=[0, 3, 6, 9]), steps)
     cost = size(spans, 16, torch.ones(steps))
-    assert (
-        cost == {"forwards": forwards / 16, "edges": edges / 16}
-        and int(rollout.mask.sum()) == edges
-    )
+    assert cost == {"forwards": forwards / 16, "edges": edges / 16}
+    assert int(rollout.mask.sum()) == edges
 
 
 def test_published_savings_are_counted():
@@ -73,52 +73,22 @@ def test_published_savings_are_counted():
     assert size(spans, 16, noisy) == {"forwards": 203 / 16, "edges": 34 / 16}
 
 
-def test_uniform_splits():
-    assert Tree(splits=4).at(20) == (0, 5, 10, 15) and Tree(splits=[9, 0, 3, 3]).at(20) == (0, 3, 9)
-
-
 def test_the_network_sees_shared_states_once():
     policy, rollout = grown(copies=4)
     assert policy.report.forwards == 3 * (1 + 2 + 2 + 4)  # three prompts
     states = [len(torch.unique(rollout.latents.states[:4, k], dim=0)) for k in range(5)]
     assert states == [1, 2, 2, 4, 4] and rollout.mask[:4].sum(0).tolist() == [2, 2, 4, 4]
     assert rollout.edge_id[:4].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [2, 2, 2, 2], [2, 2, 3, 3]]
-
-
-def test_few_states_do_not_cost_a_whole_pass():
-    """Three trees of 16 leaves in passes of 32 rows: near the root 8 rows go through the network,
-    not 32."""
-    policy = toys.make("flow", tree=Tree(splits=[0, 1, 2, 3]), steps=6, fixed_batch_rows=32)
-    seen = []
-    velocity = policy.velocity
-    policy.velocity = lambda x, t, cond: seen.append(len(x)) or velocity(x, t, cond)
-    policy.unseen = False  # no passes but those of the trees
-    with torch.no_grad():
-        rollout = policy.rollout(toys.prompts(3), 16, Rng.of("tree"))
-    assert seen == [8, 8, 16, 32, 32, 16, 32, 16] and policy.report.forwards == 3 * (
-        1 + 2 + 4 + 8 + 16 + 16
-    )
-    for point in policy.path(rollout):  # scored at the constant width, to the rounding of a pass
-        for part in point.split(32):
-            torch.testing.assert_close(
-                policy.dist(part).log_prob(part.target), part.logprob, atol=2e-6, rtol=0
-            )
+    assert Tree(splits=4).at(20) == (0, 5, 10, 15) and Tree(splits=[9, 0, 3]).at(20) == (0, 3, 9)
 
 
 def test_a_solver_forgets_what_lies_before_the_noise():
     """Its memory is of other states, and in a tree of another number of them."""
-    from samplers.solvers import dpm
-    from samplers.windows import window
-
-    options = {
-        "noise_window": lambda steps, i=0, rng=None: window(steps, start=2, stop=3),
-        "steps": 6,
-    }
+    options = {"noise_window": partial(window, start=2, stop=3), "steps": 6}
     for tree in (None, Tree(splits=[2], factor=4)):
         policy = toys.make("flow", double=True, solver=dpm, tree=tree, **options)
         with torch.no_grad():
             rollout = policy.rollout(toys.prompts(2), 4, Rng.of("solver"))
-            euler = toys.make("flow", double=True, **options)
             first = make_point(
                 group=rollout.group,
                 cond=rollout.cond,
@@ -129,9 +99,8 @@ def test_a_solver_forgets_what_lies_before_the_noise():
                 noise_level=rollout.latents.noise_level[:, 3],
                 mask=rollout.mask[:, :1],
             )
-            torch.testing.assert_close(
-                euler.dist(first).mean, rollout.latents.states[:, 4], atol=1e-12, rtol=0
-            )
+            euler = toys.make("flow", double=True, **options).dist(first).mean
+        torch.testing.assert_close(euler, rollout.latents.states[:, 4], atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("noise", ["independent", "correlated"])
@@ -162,11 +131,9 @@ def test_correlated_noise_is_standard_normal_with_the_published_correlation():
 
 
 def test_published_noise_is_scaled_but_scored_as_if_it_were_not():
-    own = Tree().draw(Rng.of(0), torch.arange(6), torch.zeros(6), (3,), 1, torch.float64)
-    scaled = Tree(noise="published", scale=4.0).draw(
-        Rng.of(0), torch.arange(6), torch.zeros(6), (3,), 1, torch.float64
-    )
-    assert torch.equal(scaled, 4 * own)
+    which = (Rng.of(0), torch.arange(6), torch.zeros(6), (3,), 1, torch.float64)
+    scaled = Tree(noise="published", scale=4.0).draw(*which)
+    assert torch.equal(scaled, 4 * Tree().draw(*which))
     _, rollout = grown(tree=Tree(splits=[0, 2], noise="published"))
     _, exact = grown()
     assert rollout.logprob[:, 0].mean() < exact.logprob[:, 0].mean() - 3  # 16 times the exponent
@@ -188,11 +155,9 @@ def test_branch_grpo_the_published_branch_step():
     torch.testing.assert_close(dist.log_prob(child), published, atol=5e-6, rtol=0)
 
 
-def test_outside_the_window_steps_are_deterministic_but_splits_never(monkeypatch):
+def test_outside_the_window_steps_are_deterministic_but_splits_never():
     """The Mix variant: the window of steps 0 and 1, and the split at 2."""
-    from samplers.windows import window
-
-    _, rollout = grown(noise_window=lambda steps, iteration=0, rng=None: window(steps, stop=2))
+    _, rollout = grown(noise_window=partial(window, stop=2))
     assert (rollout.latents.noise_level[0] > 0).tolist() == [True, True, True, False]
     assert not rollout.mask[:, 3].any() and rollout.logprob[:, 3].abs().max() == 0
 
@@ -200,18 +165,11 @@ def test_outside_the_window_steps_are_deterministic_but_splits_never(monkeypatch
 def test_a_shared_ode_prefix_then_a_branch():
     """Flow-GRPO-Fast as first published: one latent a prompt, deterministic until step 2, all
     copies part there."""
-    from samplers.windows import window
-
-    policy, rollout = grown(
-        copies=6,
-        tree=Tree(splits=[2], factor=6),
-        noise_window=lambda steps, i=0, rng=None: window(steps, start=2, stop=3),
-    )
+    tree = Tree(splits=[2], factor=6)
+    policy, rollout = grown(6, tree=tree, noise_window=partial(window, start=2, stop=3))
     assert policy.report.forwards == 3 * (1 + 1 + 1 + 6)
-    assert (
-        rollout.mask.sum(0).tolist() == [0, 0, 18, 0]
-        and len(torch.unique(rollout.latents.states[:6, 2], dim=0)) == 1
-    )
+    assert rollout.mask.sum(0).tolist() == [0, 0, 18, 0]
+    assert len(torch.unique(rollout.latents.states[:6, 2], dim=0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -227,30 +185,22 @@ def test_trees_that_do_not_fit_are_refused(tree, copies, said):
         grown(copies=copies, tree=tree)
 
 
-# -- advantages
-# --------------------------------------------------------------------------------------------------
-
-
 def test_branch_grpo_fused_and_normalised_by_depth():
     """BranchGRPO (Li et al. 2025), compute_hierarchical_advantages_by_depth: splits 0 and 2 of 4
     steps."""
     rollout, _ = stick(TREE, 4)
     reward = torch.tensor([0.1, 0.5, 0.9, 0.3], dtype=torch.float64)
     found = Branch()(reward, rollout)
-    torch.testing.assert_close(
-        found[:, 0], torch.tensor([-0.707107, -0.707107, 0.707107, 0.707107]), atol=1e-6, rtol=0
-    )
-    torch.testing.assert_close(
-        found[:, 3], torch.tensor([-1.024695, 0.146385, 1.317465, -0.439155]), atol=1e-6, rtol=0
-    )
+    first = [-0.707107, -0.707107, 0.707107, 0.707107]
+    last = [-1.024695, 0.146385, 1.317465, -0.439155]
+    assert found[:, 0].tolist() == pytest.approx(first, abs=1e-6)
+    assert found[:, 3].tolist() == pytest.approx(last, abs=1e-6)
 
 
 def test_a_tree_compared_node_by_node():
     """An explicit recursion over dictionaries of nodes, several trees at once, both fusions."""
     _, rollout = grown()
-    reward = torch.rand(
-        len(rollout), generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    reward = Rng.of("reward").normal(torch.arange(len(rollout)), dtype=torch.float64)
     for fusion in ("mean", "path"):
         found = Branch(fusion=fusion, alpha=0.7)(reward, rollout)
         for group in range(3):
@@ -258,21 +208,14 @@ def test_a_tree_compared_node_by_node():
             value = {(4, r): float(reward[r]) for r in rows}
             for depth in (3, 2, 1):
                 for r in rows:
-                    mates = [
-                        m
-                        for m in rows
-                        if rollout.edge_id[m, depth - 1] == rollout.edge_id[r, depth - 1]
-                    ]
+                    edge = rollout.edge_id[r, depth - 1]
+                    mates = [m for m in rows if rollout.edge_id[m, depth - 1] == edge]
                     heirs = sorted({int(rollout.edge_id[m, depth]) for m in mates})
                     lp = torch.stack([rollout.logprob[h, depth] for h in heirs])
-                    weight = (
-                        (0.7 * lp).softmax(0)
-                        if fusion == "path"
-                        else torch.full_like(lp, 1 / len(heirs))
-                    )
-                    value[depth, r] = sum(
-                        float(w) * value[depth + 1, h] for w, h in zip(weight, heirs)
-                    )
+                    alike = torch.full_like(lp, 1 / len(heirs))
+                    weight = (0.7 * lp).softmax(0) if fusion == "path" else alike
+                    after = [float(w) * value[depth + 1, h] for w, h in zip(weight, heirs)]
+                    value[depth, r] = sum(after)
             for depth in (1, 2, 3, 4):
                 nodes = sorted({int(rollout.edge_id[r, depth - 1]) for r in rows})
                 values = torch.tensor([value[depth, n] for n in nodes], dtype=torch.float64)
@@ -286,24 +229,19 @@ def test_no_edge_is_lost_where_rollouts_are_joined(fusion):
     """Parts of a rollout, and groups that replaced others, have edges with other ids than their
     rows."""
     policy, rollout = grown(copies=4)
+    branch, rng = Branch(fusion=fusion, alpha=0.7), Rng.of("tree")
     reward = Rng.of("reward").normal(torch.arange(12), dtype=torch.float64)
-    wanted = Branch(fusion=fusion, alpha=0.7)(reward, rollout)
+    wanted = branch(reward, rollout)
+    one_by_one = [[prompt] for prompt in toys.prompts(3)]
     with torch.no_grad():
-        parts = [
-            policy.rollout(toys.prompts(3)[n : n + 1], 4, replace(Rng.of("tree"), offset=n))
-            for n in range(3)
-        ]
-        fresh = policy.rollout(toys.prompts(3)[1:2], 4, Rng.of("other"))
-    found = Branch(fusion=fusion, alpha=0.7)(reward, joined(parts))
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+        parts = [policy.rollout(p, 4, replace(rng, offset=n)) for n, p in enumerate(one_by_one)]
+        fresh = policy.rollout(one_by_one[1], 4, Rng.of("other"))
+    torch.testing.assert_close(branch(reward, joined(parts)), wanted, atol=1e-6, rtol=0)
     drawn = Drawn(rollout, list(range(12)), Rewards({"r": reward}))
     other = Drawn(fresh, list(range(4)), Rewards({"r": -2 * reward[4:8]}))
     mixed = exchanged(drawn, other, [1])
-    found = Branch(fusion=fusion, alpha=0.7)(mixed.rewards, mixed.rollout)
-    alone = Branch(fusion=fusion, alpha=0.7)(other.rewards, fresh)
-    wanted = torch.cat([wanted[:4], alone, wanted[8:]])
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
-    assert found.isfinite().all()
+    wanted = torch.cat([wanted[:4], branch(other.rewards, fresh), wanted[8:]])
+    torch.testing.assert_close(branch(mixed.rewards, mixed.rollout), wanted, atol=1e-6, rtol=0)
 
 
 def test_the_weights_of_children_are_compared_among_siblings():
@@ -332,24 +270,14 @@ def test_the_tree_gradient_is_that_of_flat_rollouts_that_share_the_prefix():
 
     def gradient(mask, weight):
         policy.net.zero_grad()
-        flat = rollout.replace(mask=mask, advantage=weight)
-        loss = sum(
-            (p.advantage * policy.dist(p).log_prob(p.target) * p.mask).sum()
-            for p in policy.path(flat)
-        )
-        loss.backward()
-        return torch.cat([copy.deepcopy(p.grad).flatten() for p in policy.net.parameters()])
+        for p in policy.path(rollout.replace(mask=mask, advantage=weight)):
+            (p.advantage * policy.dist(p).log_prob(p.target) * p.mask).sum().backward()
+        return torch.cat([p.grad.flatten() for p in policy.net.parameters()])
 
     flat = gradient(torch.ones_like(rollout.mask), leaf[:, None].expand(-1, 4))
-    weight = torch.stack(
-        [
-            torch.stack(
-                [leaf[rollout.edge_id[:, k] == name].sum() for name in rollout.edge_id[:, k]]
-            )
-            for k in range(4)
-        ],
-        1,
-    )
+    edges = rollout.edge_id.T
+    sums = [[float(leaf[edge == name].sum()) for name in edge] for edge in edges]
+    weight = torch.tensor(sums, dtype=torch.float64).T
     torch.testing.assert_close(gradient(rollout.mask, weight), flat, rtol=1e-10, atol=1e-12)
 
 
@@ -381,10 +309,9 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves_under_any_advantage(
     """It is trained on at its first leaf's row, whose own advantage says nothing of the others."""
 
     def score(media, prompts):
-        first_of_second_tree = torch.tensor([4])
-        return Rewards(
-            {"toy": toys.reward(media, prompts).index_fill(0, first_of_second_tree, torch.nan)}
-        )
+        reward = toys.reward(media, prompts)
+        reward[4] = torch.nan  # the first of the second tree
+        return Rewards({"toy": reward})
 
     policy = toys.make("flow", tree=TREE, steps=4)
     trainer = make_trainer(policy=policy, advantage=dr_grpo, group_size=4, train_batch_size=32)
@@ -396,9 +323,8 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves_under_any_advantage(
     # the other below its edges has a reward
     assert rollout.mask[4, :2].all() and not rollout.mask[4, 2:].any()
     for row, k in rollout.mask.nonzero().tolist():
-        below = (rollout.edge_id[:, k] == rollout.edge_id[row, k]) & (
-            rollout.group == rollout.group[row]
-        )
+        below = rollout.edge_id[:, k] == rollout.edge_id[row, k]
+        below &= rollout.group == rollout.group[row]
         assert float(values[row, k]) == pytest.approx(float(own[below].nanmean()), abs=1e-6)
     assert (values[:, 0] - own.nan_to_num(0.0)).abs().max() > 0.01
     assert not rollout.trainable[4] and rollout.trainable.sum() == 31
