@@ -440,23 +440,6 @@ def test_overrides(folder, subtests):
             assert config.plain == {**before.plain, section: expected}
 
 
-def test_a_wrong_override_is_quoted(folder, subtests):
-    for override, complaint in [
-        ("train.iteratons=3", "train.iteratons: unknown option; did you mean 'iterations'?"),
-        ("trian.iterations=3", "unknown section 'trian'; did you mean 'train'?"),
-        ("objective.clp=3", "objective.toy.clp: unknown option; did you mean 'clip'?"),
-        ("data.path=gone.txt", "data.lines.path: no such file or folder: gone.txt"),
-        ("train.train_batch_size=3", "train.train_batch_size 3 does not divide"),
-        ("train.prompts_per_iteration.x=3", "train.prompts_per_iteration is 4, which has no 'x'"),
-        ("train.seed=[1", "cannot read the value"),
-        ("train.seed", "expected key=value"),
-    ]:
-        with subtests.test(override=override):
-            said = problems_of(folder, GOOD, override)
-            assert f"command line: {override}: {complaint}" in said
-    assert "the section 'policy' is missing" in problems_of(folder, GOOD, "policy=null")
-
-
 def train(**changes: Any) -> TrainOptions:
     sizes = {"prompts_per_iteration": 12, "group_size": 4, "train_batch_size": 24, "iterations": 5}
     return TrainOptions(**(sizes | changes))
