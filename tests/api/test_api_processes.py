@@ -15,7 +15,7 @@ from tests.fixtures import warm
 def test_two_processes_of_a_script_get_the_same_from_a_sharded_policy(tmp_path):
     locate("world:digits/sd3-test")
     (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
-    words = ["-m", "tests.fixtures.api_worker", "--sharded"]
+    words = ["-m", "tests.fixtures.api_worker"]
     done = warm.ranks(words, cwd=tmp_path, PYTHONPATH=str(warm.ROOT))
     assert done.returncode == 0, done.stderr[:6000]
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))

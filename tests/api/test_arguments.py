@@ -10,11 +10,10 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl.api.arguments import data_section, prompts_of, words_of
+from mmrl.api.arguments import prompts_of, words_of
 from mmrl.api.media import Samples, Video, shown
 from mmrl.api.rewards import batch_reward, named
 from mmrl.config.yamltext import read
-from mmrl.core.registry import load_built_in
 from tests.fixtures.mistakes import message
 
 PICTURES = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
@@ -54,16 +53,6 @@ def test_wrong_prompts_name_the_row():
         (7, "got int"),
     ]:
         assert sentence in message(prompts_of, prompts)
-
-
-def test_a_path_or_a_source_is_a_section(tmp_path):
-    load_built_in()
-    file = tmp_path / "p.jsonl"
-    file.write_text("")
-    assert data_section(file) == {"prompts": {"path": str(file)}}
-    assert data_section("digits") == "digits" and data_section(["a"]) is None
-    assert data_section({"digits": {"kind": "single"}}) == {"digits": {"kind": "single"}}
-    assert "no such file or folder 'a cat'" in message(data_section, "a cat")
 
 
 def brightness(sample):

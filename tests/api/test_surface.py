@@ -18,20 +18,8 @@ def test_dir_shows_the_api_and_every_name_is_there():
         _ = mmrl.trian
 
 
-def test_a_users_error_is_a_value_error():
-    assert issubclass(mmrl.UserError, ValueError)
-    with pytest.raises(ValueError, match="did you mean 'rewards'"):
-        mmrl.list("rewrads")
-
-
 def test_a_package_that_is_called_stays_a_package():
     """``mmrl.train`` is a room and a function, whichever is imported first."""
     module = importlib.import_module("mmrl.train")
     assert mmrl.train is module and callable(module)
     assert "overrides" in inspect.signature(module).parameters
-
-
-def test_names_are_listed_with_a_sentence():
-    rewards = mmrl.list("rewards")
-    assert "CLIP" in rewards["clip_score"] and "<table>" in rewards._repr_html_()
-    assert "digits/flow_grpo" in mmrl.list("configs") and "rewards" in mmrl.list()

@@ -61,17 +61,6 @@ def test_a_stopped_run_goes_on_to_the_bit(folder):
     assert ended.finished and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_settings_come_from_the_policys_configuration(folder):
-    policy = mmrl.load_policy("digits/flow_grpo", {"policy.path": "world:digits/sd3-test"})
-    trainer = mmrl.Trainer(policy, TEXTS, redness, group_size=3, iterations=1)
-    known = trainer.config
-    assert known["objective"] == {"policy_gradient": {"clip_range": 1e-3, "advantage_clip": 5.0}}
-    assert known["train"]["prompts_per_iteration"] == 15
-    assert known["train"]["train_batch_size"] == 45  # 80 does not divide 45
-    assert "reward" not in (known.plain.get("evaluate") or {})  # those judge digits
-    assert list(known["reward"]) == ["python:redness"]
-
-
 def test_objects_of_the_users_are_plug_ins(folder):
     def centred(rewards, rollout):
         return (rewards.total() - rewards.total().mean())[:, None]

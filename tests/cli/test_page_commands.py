@@ -29,7 +29,7 @@ NOT_RUN = {
     r"^(accelerate|torchrun|OMP_NUM_THREADS=1 torchrun) ": "tests/train/test_processes.py starts "
     "several processes",
     r"--engine ray": "tests/launch starts the processes of Ray",
-    r"^mmrl compare ": "tests/compare trains; what is checked before a first run is checked for it",
+    r"^mmrl compare ": "tests/notebooks compare; what is checked before a first run is checked",
     r"^mmrl (view|serve-(reward|teacher)) ": "serves until it is stopped: tests/view, tests/remote",
     r"^mmrl push .* --private": "uploads: tests/hub, against a local server",
     r"--benchmark": "needs the weights or files of a benchmark: tests/benchmarks",

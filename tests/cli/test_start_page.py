@@ -41,7 +41,7 @@ def test_the_first_hour_works_from_top_to_bottom(tmp_path, monkeypatch):
     for line in COMMANDS:
         program, *words = shlex.split(line)
         assert program == "mmrl", line
-        if words[0] == "compare":  # up to its first run; tests/compare runs one to its end
+        if words[0] == "compare":  # up to its first run; tests/notebooks go to the end
             check_comparison([program, *words])
             continue
         mmrl(*shortened(words), cwd=tmp_path)

@@ -113,19 +113,6 @@ def test_the_kl_of_a_deterministic_step_is_that_of_the_least_std(zero):
     assert float(none.entropy()) == pytest.approx(0.5 - density, rel=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(2, BLOCK, 7), (2, 3, 2 * BLOCK), (2, BLOCK + 1, BLOCK)])
-def test_draws_at_many_positions_are_those_of_each(shape):
-    rng = Rng.of("positions")
-    logits = rng.normal(torch.arange(2), shape[1:], dtype=torch.float64)
-    uniform = rng.uniform(torch.arange(2), (shape[1], 2), 1)
-    token, logprob = drawn(logits, uniform)
-    assert token.shape == logprob.shape == (2, shape[1], 2)
-    for b in range(2):
-        each, score = drawn(logits[b], uniform[b])
-        assert torch.equal(token[b], each)
-        torch.testing.assert_close(logprob[b], score, atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize("vocab", [4, 2 * BLOCK])
 def test_a_number_at_an_edge_belongs_to_the_token_behind_it(vocab):
     """The first token whose cumulative probability is above the number, between blocks and inside

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import wave
 
-import av
-import numpy as np
 import pytest
 import torch
 
-from mmrl.api.media import Samples, shown
 from mmrl.core.errors import UserError
-from mmrl.core.media.sample_files import write_sample
 from mmrl.core.media.sound import SoundVideos, sound_of, with_sound
 from mmrl.scoring.cache import feed
 
@@ -65,19 +60,6 @@ def test_the_sound_keeps_its_gradient():
     sound = torch.rand(3, 2, 7, requires_grad=True)
     with_sound(torch.rand(3, 2, 3, 4, 4), sound, 16000)[ROWS].sound.sum().backward()
     assert sound.grad.sum((1, 2)).tolist() == [14, 0, 14]
-
-
-def test_files_have_the_sound_beside_the_video(tmp_path):
-    media = videos()
-    media.sound[1, 0, 0] = 3.0  # too loud
-    assert write_sample(media[1], tmp_path / "000-a-dog").name == "000-a-dog.mp4"
-    with wave.open(str(tmp_path / "000-a-dog.wav")) as file:
-        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (2, 2, 16000)
-        values = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, 2).T / 32767
-    np.testing.assert_allclose(values, media.sound[1].clamp(-1, 1).numpy(), atol=1 / 32767)
-    Samples(shown(media)).save(tmp_path / "more")
-    with av.open(str(tmp_path / "more" / "001.mp4")) as file:
-        assert file.streams.audio[0].rate == 16000
 
 
 def test_equal_videos_of_other_sounds_are_others_to_a_cache():

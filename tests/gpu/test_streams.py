@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from samplers.batching import peak_bytes, rows_that_fit
+from samplers.batching import peak_bytes
 from samplers.noise import Rng
 from tests.gpu import DEVICE
 
@@ -39,11 +39,3 @@ def test_peak_bytes_is_the_most_that_was_alive_at_once():
         return [torch.empty(n * MIB, dtype=torch.uint8, device=DEVICE) for n in (3, 1)]
 
     assert peak_bytes(work, DEVICE) == 4 * MIB and before.device.type == DEVICE
-
-
-def test_rows_that_fit_a_budget_on_the_device():
-    def forward(rows):
-        return torch.empty(rows, MIB // 4, dtype=torch.float32, device=DEVICE).sum()
-
-    assert rows_that_fit(forward, 10 * MIB + MIB // 2, 100, DEVICE) in (9, 10)
-    assert rows_that_fit(forward, 1000 * MIB, 6, DEVICE) == 6

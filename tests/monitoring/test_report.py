@@ -185,13 +185,6 @@ def test_a_run_that_just_began_and_one_without_evaluation(tmp_path):
     assert f"mmrl evaluate {run}" in text
 
 
-def test_files_of_earlier_versions_call_the_samples_of_a_prompt_copies(tmp_path):
-    run = make_run(tmp_path / "run")
-    content = {"prompts": 60, "copies": 7, "rows": ROWS}
-    (run / "evaluation.json").write_text(json.dumps(content))
-    assert "over 60 held-out prompts × 7 samples" in text_of(run)
-
-
 @pytest.mark.parametrize(
     ("interval", "sentence"),
     [

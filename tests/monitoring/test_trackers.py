@@ -1,7 +1,7 @@
 """Trackers: what they are sent can be read back, and none of them can stop a training.
 
-The libraries themselves are asked, offline. W&B, trackio, MLflow and SwanLab are not in the test
-environment, since they would downgrade other packages: their tests skip where they are missing.
+The libraries themselves are asked, offline. W&B and MLflow are not in the test environment, since
+they would downgrade other packages: their tests skip where they are missing.
 """
 
 import json
@@ -147,13 +147,6 @@ def test_a_tracker_that_cannot_start_is_one_sentence(tmp_path, monkeypatch):
     assert closed
 
 
-def test_options_name_the_trackers():
-    named = LogOptions(wandb=True, report_to=["wandb", "mlflow"]).trackers()
-    assert named == ["tensorboard", "wandb", "mlflow"]
-    with pytest.raises(UserError, match="mlflow is not in log.report_to"):
-        LogOptions(init_kwargs={"mlflow": {}})
-
-
 def test_texts_of_models_are_no_markup():
     text = markdown(Table(("a", "b"), [["x|y <i>\n[z](u)", None], [0.123456, RED]]))
     assert text.count("\n") == 3 and "<i>" not in text and "x\\|y" in text and "0.1235" in text
@@ -188,16 +181,6 @@ def test_mlflow_for_true(tmp_path, monkeypatch):
     assert rows[0]["picture"]["type"] == "image"
     files = [f.path for f in client.list_artifacts(run.info.run_id, "images")]
     assert any("samples" in path for path in files)
-
-
-@pytest.mark.parametrize("name", ["trackio", "swanlab"])
-def test_trackio_and_swanlab_for_true(tmp_path, monkeypatch, name):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
-    monkeypatch.setenv("SWANLAB_MODE", "offline")
-    library(name)
-    write_twice(tmp_path / "first", name)
-    known = json.loads((tmp_path / "first" / "trackers.json").read_text())
-    assert known[name]
 
 
 def test_wandb_for_true(tmp_path, monkeypatch):

@@ -140,7 +140,7 @@ def redness(media, prompts):
 
 
 def test_a_users_modules_of_our_names_are_no_harm(installed, tmp_path):
-    """The command, and the module, in a folder that has a ``rewards.py`` and a ``samplers/``;
+    """The command, and a program, in a folder that has a ``rewards.py`` and a ``samplers/``;
     launchers, which start modules as Python does: scripts/dev/try_wheel."""
     (tmp_path / "rewards.py").write_text(OWN)
     (tmp_path / "rewards_of_mine.py").write_text("def shade(media):\n    return media[:, 0]\n")
@@ -148,7 +148,8 @@ def test_a_users_modules_of_our_names_are_no_harm(installed, tmp_path):
     (tmp_path / "samplers" / "__init__.py").write_text("raise RuntimeError('not to be imported')")
     (tmp_path / "tiny.yaml").write_text(TINY)
     assert "clip_score" in installed("mmrl", "list", "rewards", cwd=tmp_path)
-    printed = installed("python", "-m", "mmrl", "train", "tiny.yaml", "--dry-run", cwd=tmp_path)
+    code = "from mmrl import config; config.check(config.load('tiny.yaml'))"
+    printed = installed("python", "-c", code, cwd=tmp_path)
     assert f"here is {tmp_path / 'rewards.py'}" in printed
 
 

@@ -119,19 +119,6 @@ def test_curves_grow_while_the_reader_looks(tmp_path, opened):
     until(page, "document.getElementById('connection').textContent.includes('stopped')")
 
 
-def test_the_gallery_shows_a_moment_at_a_time(tmp_path, opened):
-    with serving(picture_run(tmp_path / "run")) as address:
-        page = opened(address)
-        picture = page.locator(".gallery img").first
-        assert "/after/0" in picture.get_attribute("src")
-        page.locator(".gallery input").fill("1")
-        assert "/iter-000002/0" in picture.get_attribute("src")
-        assert page.locator(".gallery output").inner_text() == "iteration 2"
-        until(page, "document.querySelector('.gallery img').naturalWidth === 8")
-        page.locator(".play").click()
-        until(page, "document.querySelector('.gallery output').textContent === 'after'")
-
-
 def rated(count):
     return f"document.getElementById('progress').textContent.startsWith('{count} rated')"
 
