@@ -269,11 +269,3 @@ def test_a_folder_of_the_embedded_world_is_the_one_that_would_be_used(tmp_path, 
     known = questions("world:digits/vlm")  # by its recipe
     assert "0.28 million parameters" in next(memory(known, lambda: measured(known, decode=False)))
     assert folder_of("world:no/such") is None and folder_of(str(tmp_path)) == tmp_path
-
-
-def test_a_folder_whose_architecture_is_not_known_is_named(tmp_path):
-    report = dry_run(ROOT / "digits" / "ar_grpo.yaml", [f"policy.llamagen.path={tmp_path}"])
-    assert report.stage is None and report.counted.training == 128
-    assert f"unknown     the architecture of {tmp_path}" in "\n".join(lines(report))
-    with pytest.raises(UserError, match="--devices: unknown: the architecture of"):
-        measured(report)

@@ -12,8 +12,6 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import checkpoint
 
 from mmrl.apps.dry_run import published, rehearsal, replays
 from mmrl.apps.dry_run.dryrun import dry_run
@@ -21,7 +19,7 @@ from mmrl.apps.dry_run.estimate import _passes, measure
 from mmrl.apps.dry_run.fakes import Fakes
 from mmrl.apps.dry_run.page import lines
 from mmrl.apps.dry_run.rehearsal import rehearse
-from mmrl.apps.dry_run.tracked import passed, tracked
+from mmrl.apps.dry_run.tracked import tracked
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
@@ -165,25 +163,6 @@ def test_a_pipeline_that_needs_numbers_is_a_sentence(monkeypatch):
     assert "unknown     passes of the network and memory: on fake weights" in text
     with pytest.raises(UserError, match="--devices: unknown: .*bincount needs numbers; or leave"):
         measure(CONFIG, changes("cogview4"), 1)
-
-
-def test_large_masks_are_fake_on_the_way_back_too():
-    """Where activations are computed again, as HunyuanVideo 1.5 makes masks in every block."""
-    fakes = Fakes()
-    with torch.device("meta"):
-        net = torch.nn.Linear(4, 4)
-    fakes.fill(net)
-    seen = []
-
-    def block(x):
-        seen.append(torch.ones(1, 2**14, dtype=torch.bool).repeat(2**14, 1))
-        return net(x)
-
-    def work(tracker):
-        checkpoint(block, fakes.empty(3, 4), use_reentrant=False).sum().backward()
-
-    passed(work, [net])
-    assert len(seen) == 2 and all(isinstance(mask, FakeTensor) for mask in seen)
 
 
 def test_the_size_that_binning_would_sample_is_refused_and_defaults_are_listed():

@@ -63,14 +63,3 @@ def test_processor_time_is_that_of_iterations_and_counts_on_after_a_resume(tmp_p
     resumed = run_of(tmp_path, Budget(cpu_seconds=35.0), resume=True)
     resumed.loop()
     assert resumed.trainer.iteration == 4
-
-
-def test_only_the_end_of_iterations_or_budget_counts_as_finished(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop.Run, "save", lambda run: "checkpoint")
-    monkeypatch.setattr(loop.Run, "preview", lambda run, name: None)
-    for stop, kind in (("", "finished"), ("interrupted by SIGTERM", "stopped")):
-        run = run_of(tmp_path / kind, None)
-        run.stop = stop
-        run.end()
-        (event,) = map(json.loads, (tmp_path / kind / "events.jsonl").read_text().splitlines())
-        assert event["kind"] == kind

@@ -16,7 +16,6 @@ from mmrl.core.errors import UserError
 from mmrl.core.hub import ask_for_data_set, cached, check_model
 from mmrl.data.sources.hub import HubSet
 from mmrl.experiment import build, lifecycle
-from rewards.base.hub_models import hub_models
 
 ROOT = Path(__file__).parents[2] / "configs"
 
@@ -112,18 +111,6 @@ def test_the_model_of_a_reward_or_judge_is_asked_for_before_a_policy_is_loaded(
         with pytest.raises(UserError, match=rf"evaluate.reward.\w+: reward '\w+': .*{words}"):
             command(digits, judged)
     assert not list(Path().glob("runs/*")), "nothing was begun"
-
-
-def test_rewards_name_their_models_of_the_hub():
-    build.load_built_in()
-    for name, chosen, models in (
-        ("hpsv3", {}, ["MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"]),
-        ("clip_score", {"model": "hf-hub:own/clip"}, ["own/clip"]),
-        ("clip_score", {"model": "no-such-model"}, []),  # it says so when it is built
-        ("pickscore", {"model": "./here", "processor": None}, []),
-        ("remote", {"url": "http://127.0.0.1:1", "model": "a/b"}, []),
-    ):
-        assert hub_models(build.REWARDS.find(name), chosen) == models
 
 
 def test_what_is_here_asks_nobody(cache, monkeypatch, tmp_path):

@@ -32,14 +32,6 @@ def test_a_run_is_repeated_to_the_bit_from_its_folder(run):
 
 
 @pytest.mark.slow
-def test_a_run_that_its_budget_ended_ends_there_again(run, tmp_path):
-    changes = ["train.budget={samples: 20}", "train.iterations=50"]
-    first = lifecycle.train(run / "config.yaml", [f"run={tmp_path / 'short'}", *changes])
-    outcome = rerun(first, tmp_path / "again")
-    assert outcome.differences == () and 0 < outcome.iterations < 50
-
-
-@pytest.mark.slow
 def test_what_differs_is_named(run, tmp_path):
     second = lifecycle.train(run / "config.yaml", [f"run={tmp_path / 'b'}", "train.seed=1"])
     machine = json.loads((second / "machine.json").read_text())

@@ -10,11 +10,9 @@ import pytest
 import torch
 from torchvision.utils import save_image
 
-from mmrl import config
 from mmrl.advantages import dr_grpo
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.registry import load_built_in
 from mmrl.core.types import Provenance, Renoised, Rewards, TokenOrder
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.terms.imitation import Supervision
@@ -372,15 +370,3 @@ def test_pairs_of_pictures_of_a_file_are_learnt_by_every_family(tmp_path):
     trainer = Trainer(policy, prompts, scorer, dr_grpo, objective, optimizer, options)
     losses = [trainer.iterate()["loss"] for _ in range(12)]
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.03
-
-
-def test_a_file_of_pictures_is_refused_where_the_path_to_them_counts():
-    load_built_in()
-    flow = "configs/digits/flow_grpo.yaml"
-    chosen = ["train.stages=[{demonstrations: {path: a.jsonl}}]"]
-    for changes in (chosen, [*chosen, "objective=dpo"]):
-        with pytest.raises(UserError, match="the objective needs the sampler's path"):
-            config.check(config.load(flow, changes))
-    config.check(config.load(flow, [*chosen, "objective.policy_gradient.sft={peak: 0.5}"]))
-    config.check(config.load("configs/digits/awm.yaml", chosen))
-    config.check(config.load("configs/digits/d1.yaml", chosen))

@@ -107,13 +107,3 @@ def test_what_moves_rows_of_advantage_0_is_refused(name):
 
 def read_named(name, changes):
     return read(find_config(name), changes)
-
-
-def test_rows_that_change_their_names_are_refused_where_their_noise_is_drawn_again():
-    for name, change in (
-        ("draft", "dynamic_sampling_rounds=2"),
-        ("draft", "stages=[{adaptive_sampling: {rounds: 2}}]"),
-        ("adjoint_matching", "stages=[replay_buffer]"),
-    ):
-        with pytest.raises(UserError, match="draws the noise of every path again"):
-            read_named(f"digits/{name}", [f"train.{change}"])

@@ -54,13 +54,6 @@ def test_without_a_step_back_they_are_plain_steps_on_one_batch(family):
     same(fast, plain)
 
 
-def test_all_the_way_back_leaves_one_step_from_the_start():
-    """The slow step is then the one that a plain iteration takes: the ratio is 1 there again."""
-    _, fast, _ = trained(slow_fast=SlowFast(fast_steps=3, reposition=0.0))
-    _, plain, _ = trained()
-    same(fast, plain)
-
-
 def test_the_slow_step_starts_between():
     """w = w_0 + 0.5 (w_2 - w_0) - lr g(w_0 + 0.5 (w_2 - w_0)), whose first part is w_0 without the
     slow step: with a learning rate of zero for it alone."""
