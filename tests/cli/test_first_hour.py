@@ -180,6 +180,7 @@ REFUSED = {
     "train --resume .": "has no config.yaml",
     "report .": "no run",
     "list reward": "did you mean 'rewards'?",
+    "train own.yaml data.path=prompts.csv": "data={prompts: {path: prompts.csv}}",
 }
 
 

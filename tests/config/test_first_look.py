@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.config import first_look, known
+from mmrl.config import first_look
 from mmrl.config.known import TABLE
 from mmrl.config.yamltext import read as parsed
 from mmrl.config.yamltext import write
@@ -128,18 +128,6 @@ def test_of_what_the_user_registers_nothing_is_said(tmp_path):
         assert not said(first_look.look, path)
         path.write_text(text.replace("iterations", "iteratons"))
         assert len(said(first_look.look, path)) == 2  # and missing iterations
-
-
-def test_a_table_older_than_the_code_is_not_believed(monkeypatch, tmp_path):
-    monkeypatch.setattr(known, "OURS", (tmp_path,))
-    code = tmp_path / "new_policy.py"
-    code.touch()
-    monkeypatch.setattr(known, "TABLE", tmp_path / "known.json")
-    (tmp_path / "known.json").touch()
-    assert not known.is_outdated()
-    later = code.stat().st_mtime + 3600
-    os.utime(code, (later, later))
-    assert known.is_outdated()
 
 
 PROGRAM = """

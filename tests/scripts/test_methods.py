@@ -1,6 +1,5 @@
 """docs/methods says what the registry says."""
 
-import re
 from functools import cache
 
 from mmrl.core.registry import ALL, load_built_in
@@ -44,12 +43,3 @@ def test_every_option_is_in_a_table_with_what_it_does():
         for name, entry in methods.entries(family).items():
             missing = [key for key in methods.options(entry) if f"`{key}`" not in pages()[page]]
             assert not missing or "Also: [" in section(page, name), f"{name}: {missing}"
-
-
-def test_a_page_says_when_to_choose_what_and_names_what_there_is():
-    others = {name for entries in ALL.values() for name in entries}
-    for family in methods.FAMILIES:
-        known = set(methods.entries(family)) | {"sft"}
-        named = set(re.findall(r"`([^`]+)`", family.choose))
-        assert named <= known | others and (named & known or family.slug == "data")
-        assert family.choose in pages()[f"{family.slug}.md"].replace("\n", " ")
