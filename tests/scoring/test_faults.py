@@ -3,8 +3,6 @@ nothing hangs."""
 
 from __future__ import annotations
 
-import importlib
-import itertools
 import os
 import subprocess
 import sys
@@ -30,7 +28,7 @@ MEDIA = pictures(B, 8, 8)
 ASKED = [{"text": f"p{i // COPIES}", "n": (7 * i) % 11} for i in range(B)]
 TRUE = torch.tensor([float(prompt["n"]) for prompt in ASKED])
 GROUPS = torch.arange(B) // COPIES
-FAULTS = "slow shape nested nan huge text error oversized malformed cut".split()
+FAULTS = "shape nested nan huge text error oversized malformed cut".split()
 
 
 def start(port):
@@ -85,52 +83,26 @@ def asking(url, **options):
     return remote(url, **defaults | options)
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Every second request has little time, which the server lets pass; all others have as much as
-    they need."""
-    module = importlib.import_module("rewards.servers.remote")
-    number = itertools.count(1)
-    post = module.post
-
-    def send(client, url, parts, count, timeout):
-        return post(client, url, parts, count, timeout if next(number) % 2 else 0.3)
-
-    monkeypatch.setattr(module, "post", send)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
-def test_no_wrong_number_enters_a_group(faulty, fault, request):
+def test_no_wrong_number_enters_a_group(faulty, fault):
     """Every second answer is spoiled: those samples are NaN, all others right, and the advantages
-    are the others'."""
+    are the others'; every event is counted."""
     told(faulty, fault)
-    if fault == "slow":
-        request.getfixturevalue("impatient")
-    # one by one, both sides count alike
-    server = asking(faulty, concurrency=1 if fault == "slow" else 2)
-    rewards = Scorer(
-        {"far": server, "near": lambda media, prompts: torch.ones(len(prompts))}, max_failures=1.0
-    )(MEDIA, ASKED, GROUPS)
-    # of a request that was given up, too
-    waiting.until(lambda: waiting.get(f"{faulty}/spoiled").json()["spoiled"])
+    server = asking(faulty)
+    parts = {"far": server, "near": lambda media, prompts: torch.ones(len(prompts))}
+    rewards = Scorer(parts, max_failures=1.0)(MEDIA, ASKED, GROUPS)
     spoiled = told(faulty, "none")
     missing = rewards["far"].isnan()
-    assert (
-        torch.equal(rewards["far"][~missing], TRUE[~missing]) and rewards["near"].isfinite().all()
-    )
-    assert 0 < missing.sum() < B
-    rows = rollout(GROUPS.tolist())
-    advantage = dance_grpo(rewards["far"], rows)[:, 0]
+    assert torch.equal(rewards["far"][~missing], TRUE[~missing]) and 0 < missing.sum() < B
+    assert rewards["near"].isfinite().all()
+    advantage = dance_grpo(rewards["far"], rollout(GROUPS.tolist()))[:, 0]
     expected = dance_grpo(TRUE[~missing], rollout(GROUPS[~missing].tolist()))[:, 0]
     assert torch.equal(advantage.isnan(), missing)
     torch.testing.assert_close(advantage[~missing], expected)
-    assert server.servers[0].failures == spoiled and server.servers[0].cause, (
-        "every event is counted"
-    )
+    assert server.servers[0].failures == spoiled > 0 and server.servers[0].cause
 
 
-# a lone server that is silent is not asked again in the same call
-@pytest.mark.parametrize("fault", FAULTS[1:])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_repetition_finds_the_number_the_fault_had_hidden(faulty, fault):
     told(faulty, fault, every=5)
     server = asking(faulty, retries=4, concurrency=1)
@@ -140,22 +112,15 @@ def test_a_repetition_finds_the_number_the_fault_had_hidden(faulty, fault):
 
 
 def test_a_run_stops_or_goes_on_as_configured(faulty):
+    """A server that has recovered is believed again."""
     told(faulty, "error", every=1)
-    with pytest.raises(
-        UserError,
-        match=f"'far' could not score .* {B} samples, more than train.max_reward_failure_rate",
-    ):
-        Scorer({"far": asking(faulty)}, max_failures=0.5)(MEDIA, ASKED)
-    with pytest.raises(
-        UserError, match=f"no value for {B} of {B} samples: {faulty}: 500, out of memory"
-    ):
+    stops = f"no value for {B} of {B} samples: {faulty}: 500, out of memory"
+    with pytest.raises(UserError, match=stops):
         Scorer({"far": asking(faulty, on_failure="stop")}, max_failures=1.0)(MEDIA, ASKED)
     scorer = Scorer({"far": asking(faulty)}, max_failures=1.0)
     assert scorer(MEDIA, ASKED)["far"].isnan().all() and scorer.failures["far"].count == B
     told(faulty, "none")
-    assert torch.equal(scorer(MEDIA, ASKED)["far"], TRUE), (
-        "a server that has recovered is believed again"
-    )
+    assert torch.equal(scorer(MEDIA, ASKED)["far"], TRUE)
 
 
 def test_a_process_that_dies_in_the_middle_of_a_batch_is_named_and_its_share_goes_elsewhere(

@@ -10,6 +10,7 @@ import torch
 
 from mmrl.advantages import gdpo
 from mmrl.advantages.group import group
+from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
 from mmrl.experiment.reward_notes import notes
@@ -40,26 +41,20 @@ SHAPES = {
 }
 
 
-def test_sub_scores_are_averaged_and_the_score_is_the_reward(subtests):
-    for shape in SHAPES:
-        for handling in [{}, {"batch_size": 4}]:
-            with subtests.test(shape=shape, handling=handling):
-                scorer, values = scored(SHAPES[shape], **handling)
-                torch.testing.assert_close(values, MEANS)
-                scorer.remember()
-                total, count = scorer.sub_scores()["mine/dark"]
-                assert (total / count, count) == (pytest.approx(float((1 - MEANS).mean())), 6)
-                assert set(scorer.sub_scores()) == {"mine/dark"}
-                scorer(MEDIA[:2], asked(2))
-                scorer.remember()
-                assert scorer.sub_scores()["mine/dark"][1] == 2, "those of the last call"
-
-
-def test_sub_scores_without_a_score_are_refused_and_one_alone_is_it():
-    _, values = scored(lambda media, prompts: {"bright": rows(media)})
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("handling", [{}, {"batch_size": 4}])
+def test_sub_scores_are_averaged_and_the_score_is_the_reward(shape, handling):
+    scorer, values = scored(SHAPES[shape], **handling)
     torch.testing.assert_close(values, MEANS)
-    with pytest.raises(UserError, match="the sub-scores a, b and does not say which is the reward"):
-        scored(lambda media, prompts: {"a": rows(media), "b": rows(media)})
+    scorer.remember()
+    total, count = scorer.sub_scores()["mine/dark"]
+    assert set(scorer.sub_scores()) == {"mine/dark"}
+    assert (total / count, count) == (pytest.approx(float((1 - MEANS).mean())), 6)
+    scorer(MEDIA[:2], asked(2))
+    scorer.remember()
+    assert scorer.sub_scores()["mine/dark"][1] == 2, "those of the last call"
+    _, alone = scored(lambda media, prompts: {"bright": rows(media)}, **handling)
+    torch.testing.assert_close(alone, MEANS)
 
 
 def test_none_is_no_failure_and_speaks_for_nobody():
@@ -140,11 +135,6 @@ def test_slow_and_loud_rewards_are_named_with_the_remedy():
     assert notes(near, weights, {"a": 9.0}, 1, group) == {}
 
 
-def blueness(image):
-    red, green, blue = image.resize((1, 1)).getpixel((0, 0))
-    return (blue - red) / 255
-
-
 OWN = """
 def image_alone(image): return sum(image.resize((1, 1)).getpixel((0, 0)))
 def image_and_prompt(image, prompt): return prompt["n"]
@@ -158,14 +148,11 @@ def three(a, b, c): return 0
 
 
 def test_parameters_are_known_by_name_and_number_in_a_file_as_in_python(tmp_path):
-    from mmrl.config import build_rewards
-
     (tmp_path / "own.py").write_text(OWN)
     prompts = [{"text": "", "n": n} for n in range(6)]
 
     def of_file(name, options=1.0):
-        built = build_rewards({f"{tmp_path}/own.py:{name}": options})
-        (weighted,) = built.values()
+        (weighted,) = build_rewards({f"{tmp_path}/own.py:{name}": options}).values()
         return Scorer({"x": weighted.reward})(MEDIA, prompts)["x"]
 
     assert of_file("image_alone").std() > 0

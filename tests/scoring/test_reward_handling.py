@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmrl.config import build_rewards
 from mmrl.core.errors import UserError
@@ -127,28 +126,25 @@ def test_what_is_known_is_not_asked_for_again():
     assert (cached.cache.hits, cached.cache.misses) == (2 * B, B + 1)
 
 
-CONTENT = [
-    ("pixel", {"image": Image.new("RGB", (2, 2))}, {"image": Image.new("RGB", (2, 2), (0, 0, 1))}),
-    (
-        "array",
-        {"video": np.zeros((1, 2, 2, 3), np.uint8)},
-        {"video": np.ones((1, 2, 2, 3), np.uint8)},
-    ),
-    ("shape", {"x": np.zeros((2, 3))}, {"x": np.zeros((3, 2))}),
-    ("kind", {"x": "1"}, {"x": 1}),
-    ("border", {"x": ["ab", "c"]}, {"x": ["a", "bc"]}),
-    ("nesting", {"x": [["a"], "b"]}, {"x": ["a", ["b"]]}),
-    ("field", {"x": 1}, {"y": 1}),
-    ("tensor", {"x": torch.zeros(2)}, {"x": torch.zeros(2, dtype=torch.float64)}),
+BLACK, BLUE = (Image.new("RGB", (2, 2), (0, 0, shade)) for shade in (0, 1))
+FRAMES = np.zeros((1, 2, 2, 3), np.uint8)
+CONTENT = [  # fields of two prompts, which are not the same
+    ({"image": BLACK}, {"image": BLUE}),
+    ({"video": FRAMES}, {"video": FRAMES + 1}),
+    ({"x": np.zeros((2, 3))}, {"x": np.zeros((3, 2))}),
+    ({"x": "1"}, {"x": 1}),
+    ({"x": ["ab", "c"]}, {"x": ["a", "bc"]}),
+    ({"x": [["a"], "b"]}, {"x": ["a", ["b"]]}),
+    ({"x": 1}, {"y": 1}),
+    ({"x": torch.zeros(2)}, {"x": torch.zeros(2, dtype=torch.float64)}),
 ]
 
 
 def test_a_key_knows_every_field_of_the_prompt(subtests):
-    for what, one, other in CONTENT:
-        with subtests.test(what=what, one=one):
-            cache = Cache(10)
-            prompts = [{"text": "a"} | one, {"text": "a"} | other, {"text": "a"} | one]
-            a, b, c = (cache.key(MEDIA[[0, 0, 0]], prompts, [row]) for row in range(3))
+    for one, other in CONTENT:
+        with subtests.test(one=one):
+            prompts = [{"text": "a"} | fields for fields in (one, other, one)]
+            a, b, c = (Cache(10).key(MEDIA[[0, 0, 0]], prompts, [row]) for row in range(3))
             assert a == c != b
 
 
@@ -173,14 +169,10 @@ def test_what_has_no_content_is_asked_for_every_time_and_what_failed_is_not_kept
     cached = handled(net, cache="memory")
     odd = [{"x": object()}] * B
     assert torch.equal(cached(MEDIA, odd), cached(MEDIA, odd)) and net.seen == [B, B]
-    values = iter([torch.nan, 1.0])
-    moody = handled(
-        lambda media, prompts: torch.full((len(prompts),), next(values)), cache="memory"
-    )
-    assert (
-        moody(MEDIA[:1], ASKED[:1]).isnan()
-        and moody(MEDIA[:1], ASKED[:1]) == moody(MEDIA[:1], ASKED[:1]) == 1
-    )
+    answers = iter([torch.nan, 1.0])
+    moody = handled(lambda media, prompts: torch.tensor([next(answers)]), cache="memory")
+    assert moody(MEDIA[:1], ASKED[:1]).isnan()
+    assert moody(MEDIA[:1], ASKED[:1]) == moody(MEDIA[:1], ASKED[:1]) == 1
 
 
 def test_the_memory_is_bounded_and_forgets_what_was_unused_longest():
@@ -241,11 +233,8 @@ def test_the_file_is_bounded_and_a_broken_one_is_left_alone(tmp_path, caplog):
     store.put({bytes([i]): torch.tensor([float(i)]) for i in range(3)})
     store.get([bytes([0])])
     store.put({bytes([9]): torch.tensor([[1.5, 2.5]])})
-    assert set(Store(tmp_path / "a.db", 3).get([bytes([i]) for i in range(10)])) == {
-        b"\x00",
-        b"\x02",
-        b"\x09",
-    }
+    left = Store(tmp_path / "a.db", 3).get([bytes([i]) for i in range(10)])
+    assert set(left) == {b"\x00", b"\x02", b"\x09"}
     assert store.get([b"\x09"])[b"\x09"].tolist() == [[1.5, 2.5]]
     (tmp_path / "b.db").write_bytes(b"this is no database" * 100)
     broken = Store(tmp_path / "b.db", 3)
@@ -253,67 +242,34 @@ def test_the_file_is_bounded_and_a_broken_one_is_left_alone(tmp_path, caplog):
     assert broken.get([b"x"]) == {} and "cannot be used and is left alone" in caplog.text
 
 
-class Operations(TorchDispatchMode):
-    """Notes the names of the operations that tensors go through."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names = getattr(self, "names", set()) | {func.name()}
-        return func(*args, **kwargs or {})
-
-
-def test_a_hit_runs_nothing_of_the_network():
-    with torch.random.fork_rng():
-        net = nn.Sequential(nn.Conv2d(3, 4, 7), nn.Flatten(), nn.LazyLinear(1))
-    cached = handled(lambda media, prompts: net(media)[:, 0], cache="memory")
-    media = torch.rand(4, 3, 16, 16)
-    passes = []
-    for _ in range(2):
-        with Operations() as operations:
-            cached(media, ASKED[:4])
-        passes.append({name for name in operations.names if "conv" in name or "addmm" in name})
-    assert len(passes[0]) == 2 and not passes[1]
-
-
 # configuration
 
 
 def test_every_reward_takes_these_options_and_its_own_go_first(tmp_path):
-    clip = save_tiny_clip(tmp_path / "clip")
-    built = build_rewards(
-        {
-            "clip_score": {"model": clip, "device": "cpu", "batch_size": 2, "dtype": "bfloat16"},
-            "jpeg_compressibility": {"batch_size": 3, "cache": "memory", "weight": 0.5},
-        }
-    )
-    clip = built["clip_score"].reward
-    jpeg = built["jpeg_compressibility"].reward
-    assert clip.handling == Handling(dtype="bfloat16") and clip.reward.batch_size == 2
-    assert (
-        jpeg.handling == Handling(batch_size=3, cache="memory")
-        and built["jpeg_compressibility"].weight == 0.5
-    )
+    clip = {"model": save_tiny_clip(tmp_path / "clip"), "device": "cpu"}
+    options = {
+        "clip_score": clip | {"batch_size": 2, "dtype": "bfloat16"},
+        "jpeg_compressibility": {"batch_size": 3, "cache": "memory", "weight": 0.5},
+    }
+    clip, jpeg = build_rewards(options).values()
+    assert clip.reward.handling == Handling(dtype="bfloat16") and clip.reward.reward.batch_size == 2
+    assert jpeg.reward.handling == Handling(batch_size=3, cache="memory") and jpeg.weight == 0.5
 
 
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        (
-            {"batch_size": 0},
-            r"reward.jpeg_compressibility.batch_size: .* greater than or equal to "
-            r"1",
-        ),
-        ({"cache": "tape"}, r"reward.jpeg_compressibility.cache: expected"),
-        ({"offload": "much"}, r"reward.jpeg_compressibility.offload: expected true or false"),
-        (
-            {"device": "moon"},
-            r"reward.jpeg_compressibility: reward 'jpeg_compressibility': device "
-            r"'moon' cannot",
-        ),
-    ],
-)
-def test_wrong_options_are_refused_with_their_place(options, says):
+WRONG = [
+    ({"batch_size": 0}, "batch_size: .* greater than or equal to 1"),
+    ({"cache": "tape"}, "cache: expected"),
+    ({"offload": "much"}, "offload: expected true or false"),
+]
+
+
+def test_wrong_options_are_refused_with_their_place():
+    for options, says in WRONG:
+        with pytest.raises(UserError, match=f"reward.jpeg_compressibility.{says}"):
+            build_rewards({"jpeg_compressibility": options})
+    says = "reward.jpeg_compressibility: reward 'jpeg_compressibility': device 'moon' cannot"
     with pytest.raises(UserError, match=says):
-        build_rewards({"jpeg_compressibility": options})
+        build_rewards({"jpeg_compressibility": {"device": "moon"}})
 
 
 # time-outs
@@ -345,10 +301,10 @@ def test_a_reward_that_hangs_is_named_and_left_behind(caplog):
         max_failures=1,
         handling={"slow": Handling(timeout=0.5)},
     )
-    reward_in_time = scorer.rewards["slow"]
+    within = scorer.rewards["slow"]
 
     def allow(seconds):  # only those that hang are to run out of time
-        reward_in_time.handling = replace(reward_in_time.handling, timeout=seconds)
+        within.handling = replace(within.handling, timeout=seconds)
 
     allow(waiting.HANG)
     torch.testing.assert_close(scorer(images, prompts)["slow"], images.flatten(1).mean(1))
@@ -357,10 +313,8 @@ def test_a_reward_that_hangs_is_named_and_left_behind(caplog):
     for cause in ("has given", "is busy"):
         rewards = scorer(torch.ones(4, 3, 2, 2), prompts)
         assert rewards["slow"].isnan().all() and not rewards["mean"].isnan().any()
-        assert (
-            cause in scorer.failures["slow"].cause
-            and ("no answer within 0.5 s") in scorer.failures["slow"].cause
-        )
+        said = scorer.failures["slow"].cause
+        assert cause in said and "no answer within 0.5 s" in said
     assert scorer.failures["slow"].count == 8 and "'slow' could not score" in caplog.text
     reward.go.set()
     allow(waiting.HANG)
