@@ -5,17 +5,18 @@ tokens; a group is flat, one sample is missing, one group has nothing but missin
 """
 
 import math
+from itertools import product
 from statistics import fmean, pstdev, stdev
 
 import pytest
 import torch
 
-from mmrl.advantages import dance_grpo, dr_grpo, flow_grpo, gdpo, grpo, outcomes, rloo, statistics
+from mmrl.advantages import dance_grpo, dr_grpo, gdpo, grpo, outcomes, statistics
 from mmrl.advantages.group import group
 from mmrl.advantages.process import process
 from mmrl.core.errors import UserError
-from mmrl.core.registry import ADVANTAGES
-from mmrl.core.types import Rewards
+from mmrl.core.registry import ADVANTAGES, load_built_in
+from mmrl.core.types import Rewards, TokenOrder
 from mmrl.zoo.advantages import (
     DDPO,
     Branch,
@@ -23,24 +24,36 @@ from mmrl.zoo.advantages import (
     Running,
     focal,
     gpg,
-    ngrpo,
     opo,
     pairs,
     pass_at_k,
     reinforce_pp,
+    soft,
     temporal,
     tree_mean,
 )
 from tests.fixtures.records import make_rollout
+
+load_built_in()
 
 NAN = math.nan
 GROUP = [0, 1, 0, 2, 1, 0, 3, 2, 0, 1, 4, 2, 3, 0, 1, 5]
 REWARD = [0.3, 1.5, -0.2, 0.7, 0.1, 0.9, 4.0, 0.7, 0.3, 0.6, 2.0, 0.7, 1.0, NAN, 0.1, NAN]
 OTHER = [math.sin(3 * i) for i in range(16)]
 LENGTH = [3, 1, 5, 2, 0, 4, 5, 1, 2, 3, 4, 5, 1, 2, 4, 3]
-NAME = [7, 0, 12, 3, 9, 1, 15, 4, 2, 8, 11, 5, 6, 10, 14, 13]
+NAME = [7, 0, 12, 5, 9, 1, 15, 4, 2, 8, 11, 3, 6, 10, 14, 13]
 FLAT = [2, 4]  # groups of one reward
 PRESENT = [i for i in range(16) if not math.isnan(REWARD[i])]
+ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+
+
+def wave(shift, size=1.0):
+    places = [[shift + size * math.cos(7 * i + 3 * t) for t in range(5)] for i in range(16)]
+    return torch.tensor(places, dtype=torch.float64)
+
+
+LOGPROB = wave(-1, -1.0)
+ENTROPY = wave(1.2)
 
 
 def rollout(group=GROUP, length=LENGTH, name=None, **changes):
@@ -50,10 +63,15 @@ def rollout(group=GROUP, length=LENGTH, name=None, **changes):
         row_id=torch.tensor(name or NAME[: len(group)]),
         sample=torch.zeros(len(group), 1),
         prompts=[{"text": f"prompt {p}"} for p in range(max(group) + 1)],
-        logprob=torch.zeros(mask.shape),
         mask=mask,
-        **changes,
+        **({"logprob": torch.zeros(mask.shape)} | changes),
     )
+
+
+def recorded():
+    """The batch, with all that a policy can record."""
+    order = TokenOrder(commit_step=torch.arange(5).expand(16, 5), self_certainty=ENTROPY.sqrt())
+    return rollout(logprob=LOGPROB, entropy=ENTROPY, trajectory=order)
 
 
 def tensor(values):
@@ -66,9 +84,14 @@ def same(computed, expected, atol=1e-12):
     torch.testing.assert_close(computed[:, 0], expected, atol=atol, rtol=0, equal_nan=True)
 
 
-def group_rewards(i, values=REWARD):
+def members(i):
+    """Rows of the group of row i that are there."""
+    return [j for j in PRESENT if GROUP[j] == GROUP[i]]
+
+
+def of_group(i, values=REWARD):
     """Rewards of the group of row i that are there."""
-    return [values[j] for j in PRESENT if GROUP[j] == GROUP[i]]
+    return [values[j] for j in members(i)]
 
 
 def rows(value_of):
@@ -80,74 +103,155 @@ def deviation(values, ddof):
     return pstdev(values) if ddof == 0 else (stdev(values) if len(values) > 1 else 0.0)
 
 
-def whitened(i, std="group", ddof=1, eps=1e-4, values=REWARD):
+def whitened(i, std="group", ddof=1, eps=1e-4, mode="add", values=REWARD):
     if GROUP[i] in FLAT:
         return 0.0
-    over = {
-        "group": group_rewards(i, values),
-        "global": [values[j] for j in PRESENT],
-        "none": None,
-    }[std]
-    return (values[i] - fmean(group_rewards(i, values))) / (
-        1.0 if over is None else deviation(over, ddof) + eps
-    )
+    lead = values[i] - fmean(of_group(i, values))
+    if std == "none":
+        return lead
+    over = of_group(i, values) if std == "group" else [values[j] for j in PRESENT]
+    spread = deviation(over, ddof)
+    divisor = {"add": spread + eps, "floor": max(spread, eps), "sqrt": math.hypot(spread, eps**0.5)}
+    return lead / divisor[mode]
 
 
-@pytest.mark.parametrize("std", ["group", "global", "none"])
-@pytest.mark.parametrize("eps", [None, 0.5])
-def test_grpo(std, eps):
-    chosen = {} if eps is None else {"eps": eps}
-    same(
-        grpo(tensor(REWARD), rollout(), std=std, **chosen),
-        rows(lambda i: whitened(i, std, eps=eps or 1e-4)),
-    )
+def check(name, options, formula, rewards=None, atol=1e-9):
+    """The advantage of the batch is the formula of every row; its rows may come in any order."""
+    rewards = tensor(REWARD) if rewards is None else rewards
+    parts = rewards if isinstance(rewards, Rewards) else Rewards({"reward": rewards})
+    turned = Rewards({key: x[ORDER] for key, x in parts.items()}, parts.weights)
+    same(ADVANTAGES.build(name, **options)(rewards, recorded()), rows(formula), atol)
+    moved = ADVANTAGES.build(name, **options)(turned, recorded()[ORDER])[ORDER.argsort()]
+    same(moved, rows(formula), atol)
 
 
-@pytest.mark.parametrize("std", ["group", "global"])
-def test_options_of_the_grouped_kind_default_to_what_is_published(std):
-    same(grpo(tensor(REWARD), rollout()), rows(whitened))
-    same(group(tensor(REWARD), rollout()), rows(lambda i: whitened(i, ddof=0)))
-    same(flow_grpo(tensor(REWARD), rollout(), std=std), rows(lambda i: whitened(i, std, ddof=0)))
-    same(flow_grpo(tensor(REWARD), rollout()), rows(lambda i: whitened(i, "global", ddof=0)))
-    same(dance_grpo(tensor(REWARD), rollout()), rows(lambda i: whitened(i, eps=1e-8)))
-    same(dr_grpo(tensor(REWARD), rollout()), rows(lambda i: whitened(i, "none")))
-    with pytest.raises(UserError, match="eps must not be negative"):
-        group(tensor(REWARD), rollout(), eps=-1e-9)
+# Of groups and of answers
+
+
+def left_out(i):
+    rivals = [REWARD[j] for j in members(i) if j != i]
+    return REWARD[i] - fmean(rivals) if rivals else 0.0
+
+
+def plus_plus(baseline, weigh):
+    """REINFORCE++ by tokens (verl) or by rows (ms-swift)."""
+    value = {i: REWARD[i] - fmean(of_group(i)) if baseline else REWARD[i] for i in PRESENT}
+    tokens = [value[i] for i in PRESENT for _ in range(LENGTH[i])]
+    mean, scale = fmean(tokens), math.sqrt(stdev(tokens) ** 2 + 1e-8)
+    if weigh == "rows":
+        mean = 0.0 if baseline else fmean(value.values())
+        scale = stdev(value.values()) + 1e-4
+    return lambda i: 0.0 if baseline and GROUP[i] in FLAT else (value[i] - mean) / scale
+
+
+def token_baseline(i):
+    return REWARD[i] - fmean([REWARD[j] for j in members(i) for _ in range(LENGTH[j])])
+
+
+ZEROS = [0.0 if i in (0, 3, 7, 11) else x for i, x in enumerate(REWARD)]  # a flat group too
+
+
+def informative(count, scale):
+    teach = [i for i in PRESENT if (GROUP[i] not in FLAT if count == "groups" else ZEROS[i] != 0)]
+    alpha = len(PRESENT) / len(teach) / scale
+    return lambda i: alpha * (ZEROS[i] - fmean(of_group(i, ZEROS)))
+
+
+def best_alone(eps):
+    def lead(i):
+        order = sorted(members(i), key=lambda j: (-REWARD[j], NAME[j]))
+        if i != order[0] or len(order) < 2:
+            return 0.0
+        return (REWARD[i] - REWARD[order[1]]) / (stdev(of_group(i)) + eps)
+
+    return lead
+
+
+def with_virtual(virtual, best, eps):
+    def lead(i):
+        every = of_group(i) + [best] * virtual
+        return (REWARD[i] - fmean(every)) / (stdev(every) + eps)
+
+    return lead
+
+
+FORMULAS = [
+    ("group", {}, lambda i: whitened(i, ddof=0)),
+    ("grpo", {}, whitened),
+    ("rloo", {}, left_out),
+    ("reinforce", {}, lambda i: REWARD[i]),
+    ("opo", {}, token_baseline),
+    ("pass_at_k", {}, best_alone(1e-6)),
+    ("pass_at_k", {"eps": 0.25}, best_alone(0.25)),
+    ("ngrpo", {}, with_virtual(1, 1.0, 1e-6)),
+    ("ngrpo", {"virtual": 3, "best": 5.0, "eps": 0.5}, with_virtual(3, 5.0, 0.5)),
+    ("asymre", {}, lambda i: whitened(i, "none") + 0.1),
+    ("asymre", {"shift": 0.5}, lambda i: whitened(i, "none") - 0.5),
+]
+FORMULAS += [
+    ("group", {"std": std, "ddof": d, "eps": 0.1, "eps_mode": m}, whitened_as)
+    for std, d, m in product(["group", "global", "none"], [0, 1], ["add", "floor", "sqrt"])
+    for whitened_as in [lambda i, std=std, d=d, m=m: whitened(i, std, d, 0.1, m)]
+]
+FORMULAS += [
+    ("reinforce_pp", {"baseline": b, "weigh": w}, plus_plus(b, w))
+    for b, w in product([False, True], ["tokens", "rows"])
+]
+
+
+def test_advantages_are_their_formulas(subtests):
+    for name, options, formula in FORMULAS:
+        with subtests.test(name=name, options=options):
+            check(name, options, formula)
+    for count, scale in product(["groups", "rewards"], [1.0, 4.0]):
+        options = {"count": count, "scale": scale}
+        check("gpg", options, informative(count, scale), tensor(ZEROS))
+    check("gpg", {}, informative("groups", 1.0), tensor(ZEROS))
 
 
 OF_GROUPS = (
     "group flow_grpo dance_grpo gdpo dr_grpo rloo grpo reinforce_pp opo gpg pass_at_k".split()
 )
+grouped = pytest.mark.parametrize("name", OF_GROUPS)
 
 
-def test_flat_groups_are_dropped_when_asked(subtests):
-    for name in OF_GROUPS:
-        with subtests.test(name=name):
-            every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]
-            some = ADVANTAGES.build(name, zero_variance_groups="drop")(tensor(REWARD), rollout())[
-                :, 0
-            ]
-            flat = torch.isin(torch.tensor(GROUP), torch.tensor(FLAT))
-            assert some[flat].isnan().all() and torch.equal(
-                some[~flat].nan_to_num(9.0), every[~flat].nan_to_num(9.0)
-            )
-            assert torch.equal(every.isnan(), tensor(REWARD).isnan())
+def equal(one, two):
+    return torch.equal(one.nan_to_num(9.0), two.nan_to_num(9.0))
 
 
-def test_the_best_and_the_worst_of_a_group(subtests):
-    """Of the groups of more than two: the highest and the lowest; ties by the name of the row."""
-    for name in ["group", "flow_grpo", "dance_grpo", "gdpo", "dr_grpo", "rloo", "grpo"]:
-        with subtests.test(name=name):
-            every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]
-            some = ADVANTAGES.build(name, best_of=2)(tensor(REWARD), rollout())[:, 0]
-            trained_rows = set()
-            for g in range(6):
-                order = sorted(
-                    (i for i in PRESENT if GROUP[i] == g), key=lambda i: (REWARD[i], NAME[i])
-                )
-                trained_rows |= set(order if len(order) <= 2 else (order[0], order[-1]))
-            assert set(some.isfinite().nonzero()[:, 0].tolist()) == trained_rows
-            assert torch.equal(some[sorted(trained_rows)], every[sorted(trained_rows)])
+@grouped
+def test_flat_groups_are_dropped_when_asked(name):
+    every = ADVANTAGES.build(name)(tensor(REWARD), rollout())
+    some = ADVANTAGES.build(name, zero_variance_groups="drop")(tensor(REWARD), rollout())
+    flat = torch.isin(torch.tensor(GROUP), torch.tensor(FLAT))
+    assert some[flat].isnan().all() and equal(some[~flat], every[~flat])
+    assert torch.equal(every[:, 0].isnan(), tensor(REWARD).isnan())
+
+
+@pytest.mark.parametrize("name", ["group", "rloo", "gdpo"])
+def test_the_best_and_the_worst_of_a_group(name):
+    """Ties by the name of the row; groups of two or fewer stay."""
+    every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]
+    some = ADVANTAGES.build(name, best_of=2)(tensor(REWARD), rollout())[:, 0]
+    trained = set()
+    for i in PRESENT:
+        order = sorted(members(i), key=lambda j: (REWARD[j], NAME[j]))
+        trained |= set(order if len(order) <= 2 else (order[0], order[-1]))
+    assert set(some.isfinite().nonzero()[:, 0].tolist()) == trained
+    assert torch.equal(some[sorted(trained)], every[sorted(trained)])
+
+
+@grouped
+def test_rewards_of_steps_are_compared_step_by_step(name):
+    steps = tensor([[math.cos(5 * i + 2 * t) for t in range(5)] for i in range(16)])
+    advantage = ADVANTAGES.build(name)
+    rewards = Rewards({"steps": steps, "end": tensor(REWARD)}, {"steps": 2.0})
+    computed = advantage(rewards, rollout())
+    for t in range(5):
+        column = Rewards({"steps": steps[:, t], "end": tensor(REWARD)}, {"steps": 2.0})
+        assert equal(computed[:, t : t + 1], advantage(column, rollout()))
+    watched = advantage(Rewards(rewards, {"steps": 0.0}), rollout())
+    assert equal(watched, advantage(tensor(REWARD), rollout()))
 
 
 def test_several_rewards_are_normalised_apart_and_again():
@@ -158,222 +262,116 @@ def test_several_rewards_are_normalised_apart_and_again():
     def apart(i, ddof, eps, floor):
         total = 0.0
         for name, weight in (("a", 1.0), ("b", 0.5)):
-            values_of_group = group_rewards(i, values[name])
-            std = deviation(values_of_group, ddof)
-            if max(values_of_group) > min(values_of_group):
-                total += (
-                    weight
-                    * (values[name][i] - fmean(values_of_group))
-                    / (max(std, eps) if floor else std + eps)
-                )
+            over = of_group(i, values[name])
+            std = deviation(over, ddof)
+            if max(over) > min(over):
+                scale = max(std, eps) if floor else std + eps
+                total += weight * (values[name][i] - fmean(over)) / scale
         return total
 
-    added = [apart(i, 0, 1e-6, True) for i in PRESENT]
-    scale = pstdev(added)
+    scale = pstdev([apart(i, 0, 1e-6, True) for i in PRESENT])
     same(gdpo(rewards, rollout()), rows(lambda i: apart(i, 0, 1e-6, True) / scale))
-    added = [apart(i, 1, 0.5, False) for i in PRESENT]
+    spread = stdev([apart(i, 1, 0.5, False) for i in PRESENT]) + 0.5
     computed = gdpo(rewards, rollout(), eps=0.5, ddof=1, eps_mode="add")
-    same(computed, rows(lambda i: apart(i, 1, 0.5, False) / (stdev(added) + 0.5)))
-    same(
-        dance_grpo(rewards, rollout(), combine="aggregate"),
-        rows(lambda i: apart(i, 1, 1e-8, False)),
-    )
+    same(computed, rows(lambda i: apart(i, 1, 0.5, False) / spread))
+    added = dance_grpo(rewards, rollout(), combine="aggregate")
+    same(added, rows(lambda i: apart(i, 1, 1e-8, False)))
     assert gdpo(torch.ones(4), rollout([0, 0, 1, 1], [1] * 4), eps=0.0).abs().max() == 0
     broad = gdpo(rewards, rollout(), eps=10.0)  # no std is as large: the least value counts, twice
     same(broad, rows(lambda i: apart(i, 0, 10.0, True) / 10.0))
+    sums = Rewards({"a": tensor([1.0, 0.0, 1.0, 0.0]), "b": tensor([0.0, 1.0, 0.0, 0.0])})
+    for combine, dropped in (("sum", 2), ("aggregate", 0), ("gdpo", 0)):  # the first sum is flat
+        chosen = {"combine": combine, "zero_variance_groups": "drop"}
+        kept = group(sums, rollout([0, 0, 1, 1], [1] * 4), **chosen)
+        assert kept.isnan()[:, 0].tolist() == [True] * dropped + [False] * (4 - dropped)
 
 
-def test_rloo_of_few():
-    def left_out(i):
-        rivals = [REWARD[j] for j in PRESENT if GROUP[j] == GROUP[i] and j != i]
-        return REWARD[i] - fmean(rivals) if rivals else 0.0
-
-    same(rloo(tensor(REWARD), rollout()), rows(left_out))
+def two(*rewards, length=(1, 1)):
+    return tensor(rewards), rollout([0] * len(rewards), list(length))
 
 
-def test_two_rows_alone():
-    """Small batches, where a count less one or a bound on it shows."""
+def test_small_and_equal_batches():
+    """Where a count less one, a bound on it, a rounded mean or an answer without tokens shows."""
     half = 0.5 / (math.sqrt(0.5) + 1e-4)
     for std in ("group", "global"):
-        same(grpo(tensor([0.0, 1.0]), rollout([0, 0], [1, 1]), std=std), [-half, half])
-    alone = statistics(Rewards({"a": tensor([3.0])}), rollout([0], [1]))
-    assert (alone["reward/mean"], alone["reward/std"], alone["reward/a/mean"]) == (3.0, 0.0, 3.0)
-
-
-def test_a_group_whose_sum_is_flat_is_dropped_unless_its_rewards_are_compared_apart():
-    rewards = Rewards({"a": tensor([1.0, 0.0, 1.0, 0.0]), "b": tensor([0.0, 1.0, 0.0, 0.0])})
-    batch = rollout([0, 0, 1, 1], [1, 1, 1, 1])
-    for combine, dropped in (("sum", 2), ("aggregate", 0), ("gdpo", 0)):
-        computed = group(rewards, batch, combine=combine, zero_variance_groups="drop")
-        assert computed.isnan()[:, 0].tolist() == [True] * dropped + [False] * (4 - dropped)
-
-
-def test_rewards_of_steps_are_refused_where_whole_samples_are_compared():
-    steps = tensor([[1.0, 2.0], [3.0, 4.0]])
-    batch = rollout([0, 0], [2, 2])
-    for advantage in (DDPO(), Running(), MaxMin()):
-        with pytest.raises(UserError, match="gives a number for every step"):
-            advantage(Rewards({"steps": steps, "end": tensor([1.0, 2.0])}), batch)
-    watched = Rewards({"steps": steps, "end": tensor([1.0, 2.0])}, {"steps": 0.0})
-    assert Running(base=dr_grpo, eps=0.5)(watched, batch).flatten().tolist() == [-0.5, 0.5]
-
-
-# Of answers
-
-
-@pytest.mark.parametrize("baseline", [False, True])
-def test_reinforce_pp_by_tokens(baseline):
-    value = {i: REWARD[i] - fmean(group_rewards(i)) if baseline else REWARD[i] for i in PRESENT}
-    tokens = [value[i] for i in PRESENT for _ in range(LENGTH[i])]
-    mean = fmean(tokens)
-    scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
-    expected = rows(lambda i: 0.0 if baseline and GROUP[i] in FLAT else (value[i] - mean) / scale)
-    same(reinforce_pp(tensor(REWARD), rollout(), baseline=baseline), expected)
-
-
-@pytest.mark.parametrize("baseline", [False, True])
-def test_reinforce_pp_by_rows(baseline):
-    value = {i: REWARD[i] - fmean(group_rewards(i)) if baseline else REWARD[i] for i in PRESENT}
-    mean = 0.0 if baseline else fmean(value.values())
-    expected = rows(
-        lambda i: (
-            0.0
-            if baseline and GROUP[i] in FLAT
-            else (value[i] - mean) / (stdev(value.values()) + 1e-4)
-        )
-    )
-    same(reinforce_pp(tensor(REWARD), rollout(), baseline=baseline, weigh="rows"), expected)
-
-
-@pytest.mark.parametrize("value", [0.0, 0.1, -3.0])
-def test_reinforce_pp_of_equal_or_nearly_equal_rewards(value):
-    equal = [value, value, value, NAN]
-    assert reinforce_pp(tensor(equal), rollout([0, 0, 1, 1], [1, 2, 3, 4]))[:3].abs().max() == 0
-    near = [value, value + 1e-5, value, NAN]  # tokens 1, 2, 3: the 1e-8 under the root counts
-    tokens = [near[0], near[1], near[1], near[2], near[2], near[2]]
-    scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
-    expected = [(x - fmean(tokens)) / scale for x in near[:3]]
-    same(
-        reinforce_pp(tensor(near), rollout([0, 0, 1, 1], [1, 2, 3, 4])),
-        [*expected, None],
-        atol=1e-9,
-    )
-
-
-def test_reinforce_pp_of_few_tokens():
-    """The mean over tokens is that of the only one, whatever answers without tokens earned; none at
-    all is harmless."""
-    computed = reinforce_pp(tensor([1.0, 2.0]), rollout([0, 0], [1, 0]))
-    assert computed[0] == 0 and computed.isfinite().all()
-    assert reinforce_pp(tensor([1.0, 2.0]), rollout([0, 0], [0, 0])).isfinite().all()
-    half = math.sqrt(0.5)
-    same(reinforce_pp(tensor([1.0, 3.0]), rollout([0, 0], [1, 1])), [-half, half], atol=1e-8)
-
-
-def test_opo_takes_off_the_mean_over_tokens():
-    """Also in a group whose answers have no tokens: then the baseline is the mean."""
-
-    def baseline(i):
-        tokens = [REWARD[j] for j in PRESENT if GROUP[j] == GROUP[i] for _ in range(LENGTH[j])]
-        return fmean(tokens)
-
-    same(opo(tensor(REWARD), rollout()), rows(lambda i: REWARD[i] - baseline(i)))
+        same(grpo(*two(0.0, 1.0), std=std), [-half, half])
+    for value in (0.0, 0.1, -3.0):
+        batch = rollout([0, 0, 1, 1], [1, 2, 3, 4])
+        assert reinforce_pp(tensor([value] * 3 + [NAN]), batch)[:3].abs().max() == 0
+        near = [value, value + 1e-5, value]  # the 1e-8 under the root counts
+        tokens = [near[0], *[near[1]] * 2, *[near[2]] * 3]
+        scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
+        expected = [(x - fmean(tokens)) / scale for x in near]
+        same(reinforce_pp(tensor([*near, NAN]), batch), [*expected, None], atol=1e-9)
+    single = reinforce_pp(*two(1.0, 2.0, length=(1, 0)))
+    assert single[0] == 0 and single.isfinite().all()
+    assert reinforce_pp(*two(1.0, 2.0, length=(0, 0))).isfinite().all()
+    root = math.sqrt(0.5)
+    same(reinforce_pp(*two(1.0, 3.0)), [-root, root], atol=1e-8)
     empty = opo(tensor([1.0, 4.0, 2.0, 5.0]), rollout([0, 0, 1, 1], [0, 0, 1, 1]))
     same(empty, [-1.5, 1.5, -1.5, 1.5])
-    same(opo(tensor([1.0, 3.0]), rollout([0, 0], [1, 0])), [0.0, 2.0])
-
-
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-@pytest.mark.parametrize("count", ["groups", "rewards"])
-def test_gpg_scales_by_the_share_that_teaches(count, scale):
-    # the flat group earns nothing
-    reward = [0.0 if i in (0, 3, 7, 11) else x for i, x in enumerate(REWARD)]
-    teach = [i for i in PRESENT if (GROUP[i] not in FLAT if count == "groups" else reward[i] != 0)]
-    alpha = len(PRESENT) / len(teach)
-    same(
-        gpg(tensor(reward), rollout(), scale=scale, count=count),
-        rows(lambda i: alpha * (reward[i] - fmean(group_rewards(i, reward))) / scale),
-    )
-    same(
-        gpg(tensor(reward), rollout()),
-        gpg(tensor(reward), rollout(), scale=1.0, count="groups")[:, 0].tolist(),
-    )
-    assert gpg(torch.zeros(3), rollout([0, 0, 1], [1, 1, 1]), count=count).abs().max() == 0
-    with pytest.raises(UserError, match="scale must be greater than 0"):
-        gpg(tensor(reward), rollout(), scale=0.0)
-    single = gpg(tensor([0.0, 1.0]), rollout([0, 0], [1, 1]), count=count)
-    same(single, [-0.5, 0.5] if count == "groups" else [-1.0, 1.0])
-    for wrong in (0.0, -1.0):
-        with pytest.raises(UserError, match="greater than 0"):
-            gpg(tensor(reward), rollout(), scale=wrong)
-
-
-@pytest.mark.parametrize("eps", [None, 0.25])
-def test_only_the_best_answer_of_pass_at_k(eps):
-    def lead(i):
-        order = sorted(
-            (j for j in PRESENT if GROUP[j] == GROUP[i]), key=lambda j: (-REWARD[j], NAME[j])
-        )
-        if i != order[0] or len(order) < 2:
-            return 0.0
-        return (REWARD[i] - REWARD[order[1]]) / (stdev(group_rewards(i)) + (eps or 1e-6))
-
-    chosen = {} if eps is None else {"eps": eps}
-    same(pass_at_k(tensor(REWARD), rollout(), **chosen), rows(lead))
-    two = pass_at_k(tensor([1.0, 1.0, 0.0]), rollout([0, 0, 0], [1, 1, 1]), **chosen)
-    assert two.abs().max() == 0, "two are equally good"
-    pair = pass_at_k(tensor([1.0, 0.0]), rollout([0, 0], [1, 1]), **chosen)
-    same(pair, [1 / (math.sqrt(0.5) + (eps or 1e-6)), 0.0])
-
-
-def test_ngrpo_adds_answers_with_the_best_reward():
-    for virtual, best, eps in ((1, 1.0, 1e-6), (3, 5.0, 0.5)):
-        chosen = {} if virtual == 1 else {"virtual": virtual, "best": best, "eps": eps}
-
-        def expected(i, virtual=virtual, best=best, eps=eps):
-            every = group_rewards(i) + [best] * virtual
-            return (REWARD[i] - fmean(every)) / (stdev(every) + eps)
-
-        same(ngrpo(tensor(REWARD), rollout(), **chosen), rows(expected))
+    same(opo(*two(1.0, 3.0, length=(1, 0))), [0.0, 2.0])
+    for count, expected in (("groups", [-0.5, 0.5]), ("rewards", [-1.0, 1.0])):
+        assert gpg(torch.zeros(3), rollout([0, 0, 1], [1, 1, 1]), count=count).abs().max() == 0
+        same(gpg(*two(0.0, 1.0), count=count), expected)
+    equally_good = pass_at_k(*two(1.0, 1.0, 0.0, length=(1, 1, 1)))
+    assert equally_good.abs().max() == 0
+    same(pass_at_k(*two(1.0, 0.0)), [1 / (math.sqrt(0.5) + 1e-6), 0.0])
 
 
 # On top of another
 
 
-def test_temporal_is_a_parabola_over_the_places():
-    base = dr_grpo(tensor(REWARD), rollout())[:, 0]
-    for chosen, strength in (({}, 1.0), ({"strength": 0.5}, 0.5)):
-        computed = temporal(tensor(REWARD), rollout(), base=dr_grpo, **chosen)
-        for i in PRESENT:
-            for t in range(LENGTH[i]):
-                place = 2 * t / max(LENGTH[i] - 1, 1) - 1
-                assert float(computed[i, t]) == pytest.approx(
-                    float(base[i]) * (1 + strength * place**2), abs=1e-12
-                )
+def softened(reward, threshold=0.8, above=0.01, below=1.0):
+    if reward >= threshold:
+        return threshold + above * math.log(reward - threshold + 1)
+    return threshold - math.expm1(below * (threshold - reward)) / math.expm1(below)
 
 
-@pytest.mark.parametrize("length", [LENGTH, [5] * 16])
-def test_focused_is_the_spread_of_log_probs_at_a_place(length):
-    logprob = torch.tensor(
-        [[math.cos(7 * i + 3 * t) for t in range(5)] for i in range(16)], dtype=torch.float64
-    )
-    batch = rollout(length=length).replace(logprob=logprob)
-    base = dr_grpo(tensor(REWARD), batch)[:, 0]
-    for chosen, most in (({}, 1.5), ({"most": 3.0}, 3.0)):
-        computed = focal(tensor(REWARD), batch, base=dr_grpo, **chosen)
-        for g in range(5):
-            members = [i for i in range(16) if GROUP[i] == g]
-            spread = []
-            for t in range(5):
-                values = [float(logprob[i, t]) for i in members if t < length[i]]
-                spread.append(sum((x - fmean(values)) ** 2 for x in values) / len(members))
-            low = min(spread)
-            high = max(spread)
-            for i in members:
+@pytest.mark.parametrize("below", [1e-3, 0.3, 4.0, 50.0, 1e4])
+def test_soft_is_the_published_transformation(below):
+    """Li et al. 2025, TempSamp-R1; no reward is so far that its row is lost. The named reward is
+    shaped, then weighted, then the others are added."""
+    batch = rollout([0] * 7, [1] * 7)
+    if below < 50:
+        iou, form = [0.0, 0.1, 0.5, 0.79, 0.8, 0.9, 1.0], [1.0, 0.0] * 3 + [1.0]
+        rewards = Rewards({"iou": tensor(iou), "form": tensor(form)}, {"iou": 2.0, "form": 0.5})
+        total = [2 * softened(r, below=below) + 0.5 * x for r, x in zip(iou, form)]
+        computed = soft(rewards, batch, base=dr_grpo, below=below, reward="iou")
+        same(computed, [x - fmean(total) for x in total])
+        total = [softened(r, below=below) for r in iou]
+        same(soft(tensor(iou), batch, base=dr_grpo, below=below), [x - fmean(total) for x in total])
+    far = tensor([-1e6, -2000.0, -800.0, -0.2, -0.19, 1.0, 1e6])
+    advantage = soft(far, batch, base=dr_grpo, below=below)[:, 0]
+    assert advantage.isfinite().all() and (advantage.diff() >= 0).all()
+    assert (advantage[:4].diff() > 0).all()
+
+
+def test_weights_of_places():
+    """AVATAR's parabola; TW-GRPO's spread of the group's log-probs at a place."""
+    for length in (LENGTH, [5] * 16):
+        batch = rollout(length=length, logprob=LOGPROB)
+        base = dr_grpo(tensor(REWARD), batch)[:, 0]
+        for most, strength in ((1.5, 1.0), (3.0, 0.5)):
+            focused = focal(tensor(REWARD), batch, base=dr_grpo, most=most)
+            curved = temporal(tensor(REWARD), batch, base=dr_grpo, strength=strength)
+            for i in range(16):
+                among = [j for j in range(16) if GROUP[j] == GROUP[i]]
+                spread = []
                 for t in range(5):
+                    values = [float(LOGPROB[j, t]) for j in among if t < length[j]]
+                    apart = sum((x - fmean(values)) ** 2 for x in values)
+                    spread.append(apart / len(among))
+                low, high = min(spread), max(spread)
+                for t in range(length[i]):
                     weight = 1 + (most - 1) * (spread[t] - low) / (high - low + 1e-8)
-                    expected = float(base[i]) * weight if i in PRESENT else NAN
-                    assert float(computed[i, t]) == pytest.approx(expected, abs=1e-9, nan_ok=True)
+                    place = 1 + strength * (2 * t / max(length[i] - 1, 1) - 1) ** 2
+                    lead = float(base[i])
+                    near = {"abs": 1e-9, "nan_ok": True}
+                    assert float(focused[i, t]) == pytest.approx(lead * weight, **near)
+                    assert float(curved[i, t]) == pytest.approx(lead * place, **near)
+    for weighed, defaults in ((focal, {"most": 1.5}), (temporal, {"strength": 1.0})):
+        assert equal(weighed(tensor(REWARD), batch), weighed(tensor(REWARD), batch, **defaults))
 
 
 def test_pairs_weigh_by_likeness_and_compare_tasks_apart():
@@ -382,46 +380,39 @@ def test_pairs_weigh_by_likeness_and_compare_tasks_apart():
     prompts = [
         {"text": "x", "similarity": s, "alike": s * s, "task": t} for s, t in zip(likeness, task)
     ]
-    batch = rollout().replace(prompts=prompts)
-    everything = rows(lambda i: likeness[GROUP[i]] * whitened(i, "global"))
 
     def of(rewards, batch):
         return grpo(rewards, batch, std="global")
 
-    same(pairs(tensor(REWARD), batch, base=of), everything)
-    same(pairs(tensor(REWARD), batch, base=of, key="alike", power=0.5), everything)
-    same(pairs(tensor(REWARD), batch, base=of, key="none"), rows(lambda i: whitened(i, "global")))
+    def found(prompts=prompts, **chosen):
+        return pairs(tensor(REWARD), rollout().replace(prompts=prompts), base=of, **chosen)
+
+    def alike(i):
+        return likeness[GROUP[i]] * whitened(i, "global")
 
     def apart(i):
         over = [REWARD[j] for j in PRESENT if task[GROUP[j]] == task[GROUP[i]]]
-        mean = fmean(group_rewards(i))
-        return likeness[GROUP[i]] * (
-            0.0 if GROUP[i] in FLAT else (REWARD[i] - mean) / (stdev(over) + 1e-4)
-        )
+        lead = 0.0 if GROUP[i] in FLAT else REWARD[i] - fmean(of_group(i))
+        return likeness[GROUP[i]] * lead / (stdev(over) + 1e-4)
 
-    same(pairs(tensor(REWARD), batch, base=of, tasks=("draw", "see", "count")), rows(apart))
-    with pytest.raises(UserError, match="of task 'see'"):
-        pairs(tensor(REWARD), batch, base=of, tasks=("draw", "count"))
+    same(found(), rows(alike))
+    same(found(key="alike", power=0.5), rows(alike))
+    same(found(key="none"), rows(lambda i: whitened(i, "global")))
+    same(found(tasks=("draw", "see", "count")), rows(apart))
     negative = [{**prompt, "similarity": -0.5} for prompt in prompts]
-    same(
-        pairs(tensor(REWARD), batch.replace(prompts=negative), base=of),
-        rows(lambda i: -0.5 * whitened(i, "global")),
-    )
-    named = [{**prompt, "similarity": "high"} for prompt in prompts]
-    with pytest.raises(UserError, match="'similarity' of a prompt must be a number"):
-        pairs(tensor(REWARD), batch.replace(prompts=named))
-    with pytest.raises(UserError, match="must not be negative"):
-        pairs(
-            tensor(REWARD), batch.replace(prompts=[negative[0], *prompts[1:]]), base=of, power=2.0
-        )
+    same(found(negative), rows(lambda i: -0.5 * whitened(i, "global")))
+    for wrong, chosen, says in (
+        (prompts, {"tasks": ("draw", "count")}, "of task 'see'"),
+        ([{**p, "similarity": "high"} for p in prompts], {}, "'similarity' of a prompt must be a"),
+        ([negative[0], *prompts[1:]], {"power": 2.0}, "must not be negative"),
+    ):
+        with pytest.raises(UserError, match=says):
+            found(wrong, **chosen)
 
 
 def test_running_moments_over_three_iterations():
     """Decayed mean and mean square, each divided by the decayed count, of every reward apart."""
-    decay = 0.75
-    mean = 0.0
-    square = 0.0
-    count = 0.0
+    decay, mean, square, count = 0.75, 0.0, 0.0, 0.0
     advantage = Running(base=dr_grpo, decay=decay, eps=0.125)
     cut = Running(base=dr_grpo, decay=decay, eps=0.125, limit=0.5)
     for step in range(3):
@@ -432,25 +423,17 @@ def test_running_moments_over_three_iterations():
         count = decay * count + (1 - decay)
         std = math.sqrt(square / count - (mean / count) ** 2)
         scaled = [(x - mean / count) / (std + 0.125) for x in reward]
-        same(
-            advantage(tensor(reward), rollout()),
-            rows(lambda i, x=scaled: x[i] - fmean(group_rewards(i, x))),
-            atol=1e-10,
-        )
         limited = [NAN if math.isnan(x) else min(max(x, -0.5), 0.5) for x in scaled]
-        same(
-            cut(tensor(reward), rollout()),
-            rows(lambda i, x=limited: x[i] - fmean(group_rewards(i, x))),
-            atol=1e-10,
-        )
+        for running, x in ((advantage, scaled), (cut, limited)):
+            found = running(tensor(reward), rollout())
+            same(found, rows(lambda i, x=x: x[i] - fmean(of_group(i, x))), atol=1e-10)
     alone = Running(base=dr_grpo, decay=0.0, eps=0.5)
     for reward in ([0.0, 4.0], [1.0, 2.0]):
-        same(
-            alone(tensor(reward), rollout([0, 0], [1, 1])),
-            [x * (reward[1] - reward[0]) / (pstdev(reward) + 0.5) for x in (-0.5, 0.5)],
-        )
-    fresh = Running()
-    assert (fresh.decay, fresh.limit, fresh.eps) == (0.9, None, 1e-6)
+        step = (reward[1] - reward[0]) / (pstdev(reward) + 0.5)
+        same(alone(*two(*reward)), [-step / 2, step / 2])
+    watched = Rewards({"steps": torch.ones(2, 2), "end": tensor([1.0, 2.0])}, {"steps": 0.0})
+    batch = rollout([0, 0], [2, 2])
+    same(Running(base=dr_grpo, decay=0.0, eps=0.5)(watched, batch), [-0.5, 0.5])
 
 
 def test_maxmin_takes_the_worst_reward_or_follows():
@@ -459,124 +442,59 @@ def test_maxmin_takes_the_worst_reward_or_follows():
     rewards = Rewards({name: tensor(x) for name, x in values.items()}, weight)
     mean = {name: weight[name] * fmean([x[i] for i in PRESENT]) for name, x in values.items()}
     assert min(mean, key=mean.get) == "b"
-    worst = [weight["b"] * x for x in values["b"]]
-    same(
-        MaxMin(base=dr_grpo)(rewards, rollout()),
-        rows(lambda i: worst[i] - fmean(group_rewards(i, worst))),
-    )
     advantage = MaxMin(base=dr_grpo, rate=0.5)
-    for step in (1, 2):
+    for step in (0, 1, 2):
         raw = {name: math.exp(-0.5 * step * mean[name]) for name in mean}
-        share = {name: x / sum(raw.values()) for name, x in raw.items()}
-        total = [
-            sum(share[name] * weight[name] * values[name][i] for name in mean) for i in range(16)
-        ]
-        same(
-            advantage(rewards, rollout()),
-            rows(lambda i, x=total: x[i] - fmean(group_rewards(i, x))),
-        )
-
-
-def test_maxmin_bears_large_rewards():
-    rewards = Rewards({"good": tensor([0.0, 1.0]), "bad": tensor([-2000.0, -2001.0])})
-    same(MaxMin(base=dr_grpo, rate=1.0)(rewards, rollout([0, 0], [1, 1])), [0.5, -0.5])
+        share = {name: x / sum(raw.values()) for name, x in raw.items()} if step else {"b": 1.0}
+        total = [sum(s * weight[n] * values[n][i] for n, s in share.items()) for i in range(16)]
+        computed = (advantage if step else MaxMin(base=dr_grpo))(rewards, rollout())
+        same(computed, rows(lambda i, x=total: x[i] - fmean(of_group(i, x))))
+    large = Rewards({"good": tensor([0.0, 1.0]), "bad": tensor([-2000.0, -2001.0])})
+    same(MaxMin(base=dr_grpo, rate=1.0)(large, two(0.0, 0.0)[1]), [0.5, -0.5])
 
 
 def test_process_rewards_are_normalised_over_the_steps_of_a_group_and_summed_from_behind():
     """Steps without a reward teach nothing by themselves, but a step is worth what comes from it
-    on."""
+    on. A reward of weight 0 of either kind changes nothing."""
     steps = [
         [math.cos(5 * i + 2 * t) if t < LENGTH[i] else NAN for t in range(5)] for i in range(16)
     ]
+
+    def of(chosen, **weights):
+        parts = {"steps": tensor(steps), "end": tensor(REWARD)}
+        return process(Rewards(parts, {"steps": 2.0} | weights), rollout(), **chosen)
+
     for chosen, eps in (({}, 1e-4), ({"eps": 0.5}, 0.5)):
-        computed = process(
-            Rewards({"steps": tensor(steps), "end": tensor(REWARD)}, {"steps": 2.0}),
-            rollout(),
-            **chosen,
-        )
+        computed, alone = of(chosen), of(chosen, end=0.0)
         for i in range(16):
-            each = [
-                2 * steps[j][t] for j in range(16) if GROUP[j] == GROUP[i] for t in range(LENGTH[j])
-            ]
+            among = [j for j in range(16) if GROUP[j] == GROUP[i]]
+            each = [2 * steps[j][t] for j in among for t in range(LENGTH[j])]
             scale = pstdev(each) + eps
             outcome = whitened(i, ddof=0, eps=eps) if i in PRESENT else NAN
             for t in range(5):
                 after = sum((2 * steps[i][k] - fmean(each)) / scale for k in range(t, LENGTH[i]))
-                expected = NAN if LENGTH[i] == 0 else after + outcome
-                assert float(computed[i, t]) == pytest.approx(expected, abs=1e-10, nan_ok=True)
-    alone = process(tensor(REWARD), rollout())
-    same(alone, rows(lambda i: whitened(i, ddof=0)))
-
-
-def test_process_rewards_alone_and_watched():
-    """Steps without an outcome; a reward of weight 0 of either kind changes nothing; none with a
-    weight is refused."""
-    steps = tensor([[1.0, 3.0, NAN], [2.0, 2.0, 6.0], [5.0, NAN, NAN]])
-    batch = rollout([0, 0, 1], [2, 3, 1])
-    each = [1.0, 3.0, 2.0, 2.0, 6.0]
-    scale = pstdev(each) + 1e-4
-    expected = [
-        [(4 - 5.6) / scale, 0.2 / scale, 0.0],
-        [1.6 / scale, 2.4 / scale, 3.2 / scale],
-        [0.0] * 3,
-    ]
-    alone = process(Rewards({"steps": steps}), batch)
-    torch.testing.assert_close(alone, tensor(expected), atol=1e-12, rtol=0)
-    watched = Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"end": 0.0})
-    assert torch.equal(process(watched, batch), alone)
-    end = process(Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"steps": 0.0}), batch)
-    same(end, [-0.5 / 0.5001, 0.5 / 0.5001, 0.0])
-    with pytest.raises(UserError, match="weight 0"):
-        process(
-            Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"steps": 0.0, "end": 0.0}),
-            batch,
-        )
-    with pytest.raises(UserError, match="gives 3 steps for samples of 2 decisions"):
-        process(Rewards({"steps": steps}), rollout([0, 0, 1], [2, 2, 1]))
-
-
-def test_rewards_of_steps_are_compared_step_by_step(subtests):
-    for name in OF_GROUPS:
-        with subtests.test(name=name):
-            steps = [[math.cos(5 * i + 2 * t) for t in range(5)] for i in range(16)]
-            advantage = ADVANTAGES.build(name)
-            rewards = Rewards({"steps": tensor(steps), "end": tensor(REWARD)}, {"steps": 2.0})
-            computed = advantage(rewards, rollout())
-            for t in range(5):
-                column = Rewards(
-                    {"steps": tensor(steps)[:, t], "end": tensor(REWARD)}, {"steps": 2.0}
-                )
-                assert torch.equal(
-                    computed[:, t : t + 1].nan_to_num(9.0),
-                    advantage(column, rollout()).nan_to_num(9.0),
-                )
-            watched = advantage(Rewards(rewards, {"steps": 0.0}), rollout())
-            assert torch.equal(
-                watched.nan_to_num(9.0), advantage(tensor(REWARD), rollout()).nan_to_num(9.0)
-            )
-            with pytest.raises(UserError, match="gives 5 steps for samples of 4 decisions"):
-                advantage(rewards, rollout(length=[min(n, 4) for n in LENGTH]))
+                after = NAN if LENGTH[i] == 0 else after
+                near = {"abs": 1e-10, "nan_ok": True}
+                assert float(computed[i, t]) == pytest.approx(after + outcome, **near)
+                assert float(alone[i, t]) == pytest.approx(after, **near)
+    for outcome in (process(tensor(REWARD), rollout()), of({}, steps=0.0)):
+        same(outcome, rows(lambda i: whitened(i, ddof=0)))
 
 
 def test_ddpo_compares_with_the_buffer_or_with_everything():
-    advantage = DDPO(buffer=4, min_count=4, eps=0.5)
-    advantage(tensor(REWARD), rollout())
-
     def expected(i):
-        values_of_group = group_rewards(i)[-4:]
-        over = values_of_group if len(values_of_group) == 4 else [REWARD[j] for j in PRESENT]
+        latest = of_group(i)[-4:]
+        over = latest if len(latest) == 4 else [REWARD[j] for j in PRESENT]
         return (REWARD[i] - fmean(over)) / (pstdev(over) + 0.5)
 
     same(DDPO(buffer=4, min_count=4, eps=0.5)(tensor(REWARD), rollout()), rows(expected))
     assert (DDPO().buffer, DDPO().min_count, DDPO().eps, DDPO().key) == (16, 16, 1e-6, "text")
-    for wrong in ({"min_count": 0}, {"min_count": 17}, {"eps": 0.0}, {"eps": -1.0}):
-        with pytest.raises(UserError, match="ddpo"):
-            DDPO(**wrong)
-    assert DDPO(buffer=4, min_count=1).min_count == 1
-    resumed = DDPO(buffer=4, min_count=1)
-    resumed.load_state_dict({"rewards": {"prompt 0": [1.0, 2.0, 3.0]}})
-    resumed(tensor([4.0, 5.0]), rollout([0, 0], [1, 1]))
-    assert resumed.state_dict() == {"rewards": {"prompt 0": [2.0, 3.0, 4.0, 5.0]}}
+    tracker = DDPO(buffer=4, min_count=1)
+    tracker.load_state_dict({"rewards": {"prompt 0": [1.0, 2.0, 3.0]}})
+    std = pstdev([2.0, 3.0, 4.0, 5.0])
+    same(tracker(*two(4.0, 5.0)), [0.5 / std, 1.5 / std], atol=1e-5)
+    tracker(*two(7.0, NAN))
+    assert tracker.state_dict() == {"rewards": {"prompt 0": [3.0, 4.0, 5.0, 7.0]}}
 
 
 # Trees
@@ -603,9 +521,11 @@ def tree(splits, factor, steps):
 
 
 LEAVES = [0.1, 0.5, 0.9, 0.3, 0.8, 0.2, 0.6, 0.7]
+TREE = tree([0, 1, 3], 2, 5)
+SPANS = (4, 2, 2, 1, 1)  # leaves below an edge of each step
 
 
-def trained(advantage, rollout, reward):
+def trained(advantage, rollout=TREE, reward=LEAVES):
     """Of every edge depth the rows that are trained on."""
     trained_edges = ~advantage(tensor(reward), rollout).isnan()
     return [column.nonzero()[:, 0].tolist() for column in trained_edges.unbind(1)]
@@ -613,153 +533,85 @@ def trained(advantage, rollout, reward):
 
 def test_edges_are_compared_with_the_edges_of_their_depth():
     for chosen, ddof, eps in (({}, 1, 1e-8), ({"ddof": 0, "eps": 0.5}, 0, 0.5)):
-        computed = Branch(**chosen)(tensor(LEAVES), tree([0, 1, 3], 2, 5))
-        for k, span in enumerate((4, 2, 2, 1, 1)):
+        computed = Branch(**chosen)(tensor(LEAVES), TREE)
+        for k, span in enumerate(SPANS):
             edges = [fmean(LEAVES[i : i + span]) for i in range(0, 8, span)]
-            expected = [
-                (edges[i // span] - fmean(edges)) / (deviation(edges, ddof) + eps) for i in range(8)
-            ]
-            torch.testing.assert_close(computed[:, k].double(), tensor(expected), atol=1e-6, rtol=0)
-    defaults = vars(Branch())
-    assert (
-        defaults["fusion"],
-        defaults["alpha"],
-        defaults["prune_depth"],
-        defaults["prune_width"],
-    ) == (
-        "mean",
-        1.0,
-        (),
-        None,
-    )
-    assert (
-        defaults["slide_every"],
-        defaults["slide_stop"],
-        defaults["keep"],
-        defaults["iteration"],
-    ) == (
-        0,
-        1,
-        0.5,
-        0,
-    )
-
-
-def test_a_leaf_with_an_infinite_reward_is_missing():
-    lost = [NAN, *LEAVES[1:]]
-    infinite = [math.inf, *LEAVES[1:]]
-    batch = tree([0, 1, 3], 2, 5)
-    expected = Branch()(tensor(lost), batch)
-    assert torch.equal(Branch()(tensor(infinite), batch).nan_to_num(9.0), expected.nan_to_num(9.0))
+            scale = deviation(edges, ddof) + eps
+            expected = [(edges[i // span] - fmean(edges)) / scale for i in range(8)]
+            assert computed[:, k].tolist() == pytest.approx(expected, abs=1e-6)
+    lost, infinite = (Branch()(tensor([x, *LEAVES[1:]]), TREE) for x in (NAN, math.inf))
+    assert equal(lost, infinite)
 
 
 @pytest.mark.parametrize("siblings", [None, False, True])
-def test_a_shared_edge_has_the_mean_advantage_of_its_leaves(siblings):
-    """Less the mean of the edge before it, where there is one and siblings are compared."""
-    batch = tree([0, 1, 3], 2, 5)
-    reward = [*LEAVES[:5], NAN, *LEAVES[6:]]
+@pytest.mark.parametrize("by_step", [False, True])
+def test_a_shared_edge_has_the_mean_advantage_of_its_leaves(siblings, by_step):
+    """Less that of the edge before it at its last step, where siblings are compared. One leaf is
+    missing; the advantage of leaves may differ from step to step."""
     present = [i for i in range(8) if i != 5]
-    mean = fmean([reward[i] for i in present])
+    lead = [math.cos(3 * i) if i in present else NAN for i in range(8)]
+    each = [[x + by_step * math.sin(i + 2 * k) for k in range(5)] for i, x in enumerate(lead)]
+
+    def base(rewards, rollout):
+        return tensor(each) if by_step else tensor(lead)[:, None]
+
     chosen = {} if siblings is None else {"siblings": siblings}
-    computed = tree_mean(tensor(reward), batch, base=dr_grpo, **chosen)
-    spans = (4, 2, 2, 1, 1)
-    above = (None, 4, 4, 2, 2)
-
-    def edge(i, span):
-        leaves = [reward[j] - mean for j in present if j // span == i // span]
-        return fmean(leaves) if leaves else NAN
-
-    for k in range(5):
-        for i in range(8):
-            before = edge(i, above[k]) if siblings and above[k] else 0.0
-            assert float(computed[i, k]) == pytest.approx(
-                edge(i, spans[k]) - before, abs=1e-12, nan_ok=True
-            )
-    plain = rollout([0, 0], [1, 1])
-    assert torch.equal(
-        tree_mean(tensor([1.0, 2.0]), plain, base=dr_grpo), dr_grpo(tensor([1.0, 2.0]), plain)
-    )
-
-
-@pytest.mark.parametrize("siblings", [False, True])
-def test_shared_edges_of_an_advantage_of_every_step(siblings):
-    """The same edge has another mean at each of its steps; what is taken off is the edge before at
-    its last step."""
-    batch = tree([0, 1, 3], 2, 5)
-    each = [[math.cos(3 * i + 2 * k) for k in range(5)] for i in range(8)]
-    computed = tree_mean(
-        tensor(LEAVES), batch, base=lambda rewards, rollout: tensor(each), siblings=siblings
-    )
-    # of each step: leaves of an edge, last step of the edge before
-    spans = (4, 2, 2, 1, 1)
-    above = (None, 0, 0, 2, 2)
+    computed = tree_mean(tensor(LEAVES), TREE, base=base, **chosen)
 
     def edge(i, k):
-        return fmean([each[j][k] for j in range(8) if j // spans[k] == i // spans[k]])
+        leaves = [each[j][k] for j in present if j // SPANS[k] == i // SPANS[k]]
+        return fmean(leaves) if leaves else NAN
 
-    for k in range(5):
+    for k, above in enumerate((None, 0, 0, 2, 2)):
         for i in range(8):
-            before = edge(i, above[k]) if siblings and above[k] is not None else 0.0
-            assert float(computed[i, k]) == pytest.approx(edge(i, k) - before, abs=1e-12)
+            before = edge(i, above) if siblings and above is not None else 0.0
+            expected = pytest.approx(edge(i, k) - before, abs=1e-12, nan_ok=True)
+            assert float(computed[i, k]) == expected
+    plain = two(1.0, 2.0)
+    assert torch.equal(tree_mean(*plain, base=dr_grpo), dr_grpo(*plain))
 
 
-def test_pruned_depths_stay_or_slide_to_the_first_edge():
-    batch = tree([0, 1, 3], 2, 5)
-    every = list(range(8))
-
-    def pruned(**chosen):
-        advantage = Branch(**chosen)
-        return [
-            [k + 1 for k, rows in enumerate(trained(advantage, batch, LEAVES)) if not rows]
-            for _ in range(5)
-        ]
-
-    assert pruned(prune_depth=[2]) == [[2]] * 5
-    assert pruned(prune_depth=[1], slide_every=1) == [[1]] * 5
-    assert pruned(prune_depth=[3], slide_every=1) == [[3], [2], [1], [1], [1]]
-    assert pruned(prune_depth=[3, 5], slide_every=2, slide_stop=2) == [
-        [3, 5],
-        [3, 5],
-        [2, 4],
-        [2, 4],
-        [2, 4],
-    ]
-    assert pruned(prune_depth=[5, 6]) == [[5]] * 5  # there is no sixth edge
-    assert trained(Branch(), batch, LEAVES) == [every] * 5
-
-
-def test_pruned_width_begins_behind_the_last_split():
-    """Of the leaves 0 to 7 in pairs the better one; or of all the best and the worst, the odd one
-    among the worst."""
-    batch = tree([0, 1, 3], 2, 5)
-    every = list(range(8))
-    assert trained(Branch(prune_width="siblings"), batch, LEAVES) == [every] * 4 + [[1, 2, 4, 7]]
-    ends = trained(Branch(prune_width="extremes"), batch, LEAVES)
-    assert ends == [every] * 4 + [[0, 2, 4, 5]]  # 0.9 and 0.8, 0.1 and 0.2
-    few = trained(Branch(prune_width="extremes", keep=0.4), batch, LEAVES)
-    assert few[4] == [0, 2, 5]  # three: 0.9, and 0.2 and 0.1
-    least = trained(Branch(prune_width="extremes", keep=0.1), batch, LEAVES)
-    assert least[4] == [0, 2]
-    lost = trained(Branch(prune_width="siblings"), batch, [NAN, *LEAVES[1:5], NAN, *LEAVES[6:]])
-    assert lost[4] == [1, 2, 4, 7]  # a missing leaf is the worse one
-    missing_first = trained(Branch(prune_width="siblings"), batch, [0.1, NAN, *LEAVES[2:]])
-    assert missing_first[4] == [0, 2, 4, 7]
+PRUNED = [  # options, the depths without training in each of five iterations
+    ({"prune_depth": [2]}, [[2]] * 5),
+    ({"prune_depth": [1], "slide_every": 1}, [[1]] * 5),
+    ({"prune_depth": [3], "slide_every": 1}, [[3], [2], [1], [1], [1]]),
+    (
+        {"prune_depth": [3, 5], "slide_every": 2, "slide_stop": 2},
+        [[3, 5], [3, 5], [2, 4], [2, 4], [2, 4]],
+    ),
+    ({"prune_depth": [5, 6]}, [[5]] * 5),  # there is no sixth edge
+]
+EVERY = list(range(8))
+ONCE = tree([0], 4, 3)  # all branch at the first step
+WIDE = tree([0, 1], 4, 3)
+WIDE_LEAVES = LEAVES + [x + 0.05 for x in LEAVES]
+SIBLINGS = {"prune_width": "siblings"}
+ENDS = {"prune_width": "extremes"}
+NARROWED = [  # options, tree, rewards, the rows that are trained on at the last step
+    (SIBLINGS, TREE, LEAVES, [1, 2, 4, 7]),  # of pairs the better one
+    (SIBLINGS, TREE, [NAN, *LEAVES[1:5], NAN, *LEAVES[6:]], [1, 2, 4, 7]),  # missing: the worse one
+    (SIBLINGS, TREE, [0.1, NAN, *LEAVES[2:]], [0, 2, 4, 7]),
+    (ENDS, TREE, LEAVES, [0, 2, 4, 5]),  # 0.9 and 0.8, 0.1 and 0.2
+    (ENDS | {"keep": 0.4}, TREE, LEAVES, [0, 2, 5]),  # the odd one among the worst
+    (ENDS | {"keep": 0.1}, TREE, LEAVES, [0, 2]),
+    (SIBLINGS, WIDE, WIDE_LEAVES, [1, 2, 4, 7, 9, 10, 12, 15]),  # two of each four
+    (SIBLINGS | {"keep": 0.2}, WIDE, WIDE_LEAVES, [2, 4, 10, 12]),
+]
 
 
-def test_pruned_width_of_wide_splits_and_of_one_split():
-    wide = tree([0, 1], 4, 3)
-    every = list(range(16))
-    reward = LEAVES + [x + 0.05 for x in LEAVES]
-    best_two = [1, 2, 4, 7, 9, 10, 12, 15]  # of each four
-    assert trained(Branch(prune_width="siblings"), wide, reward) == [every, every, best_two]
-    best = [2, 4, 10, 12]
-    assert trained(Branch(prune_width="siblings", keep=0.2), wide, reward) == [every, every, best]
-    once = tree([0], 4, 3)  # all branch at the first step: after it the better half
-    assert trained(Branch(prune_width="siblings"), once, LEAVES[:4]) == [
-        [0, 1, 2, 3],
-        [1, 2],
-        [1, 2],
-    ]
+def test_edges_that_are_pruned(subtests):
+    assert trained(Branch()) == [EVERY] * 5
+    for chosen, depths in PRUNED:
+        with subtests.test(chosen=chosen):
+            advantage = Branch(**chosen)
+            for pruned in depths:
+                assert [k + 1 for k, rows in enumerate(trained(advantage)) if not rows] == pruned
+    for chosen, batch, reward, rows in NARROWED:
+        with subtests.test(chosen=chosen, reward=reward):
+            assert trained(Branch(**chosen), batch, reward)[-1] == rows
+    # behind the last split
+    assert trained(Branch(**SIBLINGS))[:4] == trained(Branch(**ENDS))[:4] == [EVERY] * 4
+    assert trained(Branch(**SIBLINGS), ONCE, LEAVES[:4]) == [[0, 1, 2, 3], [1, 2], [1, 2]]
 
 
 # For the log
@@ -768,11 +620,7 @@ def test_pruned_width_of_wide_splits_and_of_one_split():
 def test_statistics_of_the_batch():
     rewards = Rewards({"a": tensor(REWARD), "b": tensor(OTHER)}, {"b": 0.5})
     total = {i: REWARD[i] + 0.5 * OTHER[i] for i in PRESENT}
-    computed = statistics(rewards, rollout())
-    inside = [
-        (total[i] - fmean([total[j] for j in PRESENT if GROUP[j] == GROUP[i]])) ** 2
-        for i in PRESENT
-    ]
+    inside = [(total[i] - fmean([total[j] for j in members(i)])) ** 2 for i in PRESENT]
     expected = {
         "reward/mean": fmean(total.values()),
         "reward/std": pstdev(total.values()),
@@ -788,33 +636,27 @@ def test_statistics_of_the_batch():
         "reward/b/std": pstdev(OTHER),
         "reward/b/excluded": 0,
     }
-    assert computed == pytest.approx(expected, abs=1e-12)
+    assert statistics(rewards, rollout()) == pytest.approx(expected, abs=1e-12)
     assert statistics(tensor(REWARD), rollout())["groups/flat"] == 2
     none = statistics(Rewards({"a": tensor([NAN, NAN])}), rollout([0, 0], [1, 1]))
     assert all(math.isnan(none[name]) for name in none if name.endswith(("mean", "std")))
     assert none["groups/flat"] == 0 and none["groups/total"] == 1 and none["reward/a/excluded"] == 2
-
-
-def test_statistics_of_rewards_of_steps_are_those_of_their_means():
-    steps = tensor([[1.0, 3.0, NAN], [2.0, 2.0, 6.0], [5.0, NAN, NAN]])
-    batch = rollout([0, 0, 1], [2, 3, 1])
-    plain = statistics({"a": tensor([2.0, 10 / 3, 5.0])}, batch)
-    assert (
-        statistics(Rewards({"a": steps}), batch) == pytest.approx(plain)
-        and plain["reward/mean"] == 31 / 9
-    )
-    prompts = [{"text": "x", "entry": 3}, {"text": "y", "entry": 4}]
-    computed = outcomes(Rewards({"a": steps}), batch.replace(prompts=prompts))
-    assert [(outcome.entry, outcome.flat) for outcome in computed] == [(3, False), (4, True)]
-    assert [outcome.mean for outcome in computed] == pytest.approx([8 / 3, 5.0])
+    alone = statistics(Rewards({"a": tensor([3.0])}), rollout([0], [1]))
+    assert (alone["reward/mean"], alone["reward/std"], alone["reward/a/mean"]) == (3.0, 0.0, 3.0)
 
 
 def test_outcomes_of_prompts_with_an_entry():
+    """Rewards of steps count by their mean, here and in the statistics."""
     prompts = [{"text": "x", "entry": 10 * g} if g != 1 else {"text": "y"} for g in range(6)]
     computed = outcomes(Rewards({"a": tensor(REWARD)}), rollout().replace(prompts=prompts))
     assert [outcome.entry for outcome in computed] == [0, 20, 30, 40, 50]
     means = [fmean([REWARD[i] for i in PRESENT if GROUP[i] == g]) for g in (0, 2, 3, 4)]
-    assert [outcome.mean for outcome in computed[:4]] == pytest.approx(
-        means, abs=1e-12
-    ) and math.isnan(computed[4].mean)
+    found = [outcome.mean for outcome in computed]
+    assert found == pytest.approx([*means, NAN], abs=1e-12, nan_ok=True)
     assert [outcome.flat for outcome in computed[:4]] == [False, True, False, True]
+    steps = Rewards({"a": tensor([[1.0, 3.0, NAN], [2.0, 2.0, 6.0], [5.0, NAN, NAN]])})
+    batch = rollout([0, 0, 1], [2, 3, 1]).replace(prompts=[{"entry": 3}, {"entry": 4}])
+    plain = statistics({"a": tensor([2.0, 10 / 3, 5.0])}, batch)
+    assert statistics(steps, batch) == pytest.approx(plain) and plain["reward/mean"] == 31 / 9
+    found = [(outcome.entry, outcome.flat, outcome.mean) for outcome in outcomes(steps, batch)]
+    assert found == [(3, False, pytest.approx(8 / 3)), (4, True, 5.0)]

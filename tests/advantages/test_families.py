@@ -1,4 +1,4 @@
-"""Every advantage on rollouts of every family: flow, diffusion, masked and causal tokens, trees."""
+"""Every advantage on rollouts of latents, of masked and causal tokens, and of trees."""
 
 import json
 import warnings
@@ -17,17 +17,13 @@ from mmrl.policies.diffusion.trees import Tree
 from mmrl.zoo.models.image_tokens.var import VAR
 from samplers.noise import Rng
 from tests.core.test_imports import ROOT
-from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
 from tests.fixtures.image_tokens import tiny_var
-from tests.train.test_trainer import make_trainer
 
 registry.load_built_in()
 
 KINDS = {
     "flow": lambda: toys.make("flow"),
-    "diffusion": lambda: toys.make("diffusion"),
-    "video": lambda: toys.make("video"),
     "masked": lambda: toys.make("masked", record_entropy=True),
     "causal": lambda: toys.make("causal", record_entropy=True),
     "tree": lambda: toys.make("flow", tree=Tree(splits=[0, 2]), steps=4),
@@ -44,24 +40,11 @@ CHOSEN = {
 NEEDS_TREE = ("branch", "tree_grpo")
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "token_tree"])
-def kind(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def rollout(kind, tmp_path_factory):
-    if kind == "token_tree":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            folder = tiny_var(tmp_path_factory.mktemp("var"), (1, 2, 3), 2)
-            policy = VAR(str(folder), branch_at=2, branches=2, record_entropy=True)
-        prompts = [{"text": str(label), "label": label} for label in range(3)]
-    else:
-        policy = KINDS[kind]()
-        prompts = toys.prompts(3)
-    with torch.no_grad():
-        return policy.rollout(prompts, 4, Rng.of("families"))
+def token_tree(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = str(tiny_var(folder, (1, 2, 3), 2))
+        return VAR(folder, branch_at=2, branches=2, record_entropy=True)
 
 
 def rewards(rollout):
@@ -77,7 +60,12 @@ SHIPPED = [
 ]
 
 
-def test_every_advantage_works_for_every_family(kind, rollout, subtests):
+@pytest.mark.parametrize("kind", [*KINDS, "token_tree"])
+def test_every_advantage_works_for_every_family(kind, subtests, tmp_path):
+    policy = token_tree(tmp_path) if kind == "token_tree" else KINDS[kind]()
+    prompts = [{"text": str(label), "label": label} for label in range(3)]
+    with torch.no_grad():
+        rollout = policy.rollout(prompts, 4, Rng.of("families"))
     for name in SHIPPED:
         with subtests.test(name):
             assert_works(name, kind, rollout)
@@ -86,7 +74,7 @@ def test_every_advantage_works_for_every_family(kind, rollout, subtests):
 def assert_works(name, kind, rollout):
     advantage = ADVANTAGES.build(name, **CHOSEN.get(name, {}))
     needs_tokens = hasattr(ADVANTAGES[name], "requires")
-    latents = kind in ("flow", "diffusion", "video", "tree")
+    latents = kind in ("flow", "tree")
     if name in NEEDS_TREE and kind not in TREES or needs_tokens and latents:
         with pytest.raises(UserError, match="tree|tokens|record_entropy"):
             advantage(rewards(rollout), rollout)
@@ -102,13 +90,13 @@ def assert_works(name, kind, rollout):
 
 def test_a_resumed_advantage_goes_on_where_it_was(subtests):
     """Alone, and under another one; what is saved goes through JSON."""
+    policy = toys.make("causal", record_entropy=True)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(3), 4, Rng.of("resumed"))
+    first = rewards(rollout)
+    later = Rewards({key: x.flip(0) for key, x in first.items()}, first.weights)
     for name in [name for name in SHIPPED if name not in (*NEEDS_TREE, "gtpo")]:
         with subtests.test(name=name):
-            with torch.no_grad():
-                policy = toys.make("causal", record_entropy=True)
-                rollout = policy.rollout(toys.prompts(3), 4, Rng.of("resumed"))
-            first = rewards(rollout)
-            later = Rewards({key: x.flip(0) for key, x in first.items()}, first.weights)
 
             def build(name=name):
                 inner = ADVANTAGES.build(name, **CHOSEN.get(name, {}))
@@ -123,97 +111,39 @@ def test_a_resumed_advantage_goes_on_where_it_was(subtests):
             )
 
 
-@pytest.mark.parametrize("advantage", ["gtpo", "{temporal: {base: gtpo}}"])
-def test_an_advantage_of_tokens_is_refused_for_latents_when_the_configuration_is_read(advantage):
-    path = ROOT / "configs" / "digits" / "flow_grpo.yaml"
-    with pytest.raises(UserError, match="the advantage gtpo is for models that write tokens"):
-        read(path, [f"advantage={advantage}"])
-    assert read(path, ["advantage=unlikeliness"])
+LATENTS = "flow_grpo"
+TOKENS = "ar_grpo"
+RECORD = "set policy.llamagen.%s to true"
+MISFITS = [  # configuration, advantage, what is said, what makes it fit
+    (LATENTS, "gtpo", "gtpo is for models that write tokens", "advantage=unlikeliness"),
+    (LATENTS, "{temporal: {base: gtpo}}", "gtpo is for models that", "advantage=unlikeliness"),
+    (LATENTS, "tree_grpo", "compares the edges of a tree; set policy.sd3.tree", None),
+    (LATENTS, "{temporal: {base: branch}}", "the edges of a tree; set policy.sd3.tree", None),
+    (TOKENS, "edge_grpo", RECORD, "record_entropy"),
+    (TOKENS, "{temporal: {base: gtpo}}", RECORD, "record_entropy"),
+    (TOKENS, "{recorded: {which: entropy}}", RECORD, "record_entropy"),
+    (TOKENS, "recorded", RECORD, "record_self_certainty"),
+    (TOKENS, "{focal: {spread: distributions}}", RECORD, "record_divergence"),
+]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "option"),
-    [
-        ("edge_grpo", "record_entropy"),
-        ("{temporal: {base: gtpo}}", "record_entropy"),
-        ("{recorded: {which: entropy}}", "record_entropy"),
-        ("recorded", "record_self_certainty"),
-        ("{focal: {spread: distributions}}", "record_divergence"),
-    ],
-)
-def test_what_the_policy_must_record_is_said_when_the_configuration_is_read(chosen, option):
-    path = ROOT / "configs" / "digits" / "ar_grpo.yaml"
-    with pytest.raises(UserError, match=f"set policy.llamagen.{option} to true"):
-        read(path, [f"advantage={chosen}"])
-    assert read(path, [f"advantage={chosen}", f"policy.{option}=true"])
+@pytest.mark.parametrize(("name", "advantage", "says", "remedy"), MISFITS)
+def test_what_the_policy_does_not_have_is_said_when_it_is_read(name, advantage, says, remedy):
+    chosen = [f"advantage={advantage}"]
+    if name == TOKENS:
+        says, remedy = says % remedy, f"policy.{remedy}=true"
+    with pytest.raises(UserError, match=says):
+        read(ROOT / "configs" / "digits" / f"{name}.yaml", chosen)
+    fit = f"{name}.yaml" if remedy else "branch_grpo.yaml"
+    assert read(ROOT / "configs" / "digits" / fit, chosen + ([remedy] if remedy else []))
 
 
-@pytest.mark.parametrize("advantage", ["branch", "tree_grpo", "{temporal: {base: branch}}"])
-def test_an_advantage_of_trees_is_refused_where_nothing_is_shared(advantage):
-    path = ROOT / "configs" / "digits" / "flow_grpo.yaml"
-    with pytest.raises(UserError, match="compares the edges of a tree; set policy.sd3.tree"):
-        read(path, [f"advantage={advantage}"])
-    assert read(ROOT / "configs" / "digits" / "branch_grpo.yaml", [f"advantage={advantage}"])
-
-
-def test_this_page_knows_all_of_them():
-    assert set(CHOSEN) | set(NEEDS_TREE) <= set(ADVANTAGES)
-
-
-NEW = "bnpo mapo noise_aware grpo_lead drpo asymre copo riskpo brpo pvpo aapo single_stream"
-NEW = [*NEW.split(), "unlikeliness", "filtered", "hapo", "recorded"]
-
-
-FAMILY_OF = {name: ("flow", "masked", "causal")[i % 3] for i, name in enumerate(NEW)}
-
-
-@pytest.mark.parametrize(("name", "family"), list(FAMILY_OF.items()))
-def test_a_trainer_learns_with_it_and_resumes_to_the_bit(name, family, tmp_path):
-    chosen = {"drpo": {}, "filtered": {"keep": [2, 1], "by": "surprisal"}}
-    chosen = CHOSEN | chosen | {"unlikeliness": {"right": -9.0}}
-
-    def fresh():
-        advantage = ADVANTAGES.build(name, **chosen.get(name, {}))
-        sizes = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 16}
-        return make_trainer(family, advantage=advantage, **sizes)
-
-    trainer = fresh()
-    before = [p.clone() for p in trainer.policy.weights.parameters().values()]
-    trainer.iterate()
-    after = list(trainer.policy.weights.parameters().values())
-    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert all(p.isfinite().all() for p in after)
-    resumes(fresh, tmp_path)
-
-
-LEARNING = {
-    "filtered": {"keep": 6, "by": "surprisal", "prefer": "lowest"},
-    "gtpo": {"at_most": None},
-}
-
-
-@pytest.mark.slow
-# with parts, with a memory of prompts, of rows it leaves out, of tokens
-@pytest.mark.parametrize("name", ["copo", "single_stream", "filtered", "gtpo"])
-def test_the_reward_rises_with_it(name):
-    advantage = ADVANTAGES.build(name, **LEARNING.get(name, {}))
-    trainer = make_trainer("causal", advantage=advantage, lr=1e-2)
-    trainer.policy.quantities = ("entropy",)
-    rewards = [trainer.iterate()["reward/mean"] for _ in range(20)]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.08
-
-
-def test_the_advantage_underneath_may_tell_decisions_apart(subtests):
-    for name in ["mapo", "noise_aware", "grpo_lead", "drpo", "copo", "aapo"]:
-        for missing in [False, True]:
-            with subtests.test(name=name, missing=missing):
-                with torch.no_grad():
-                    rollout = toys.make("causal").rollout(toys.prompts(3), 4, Rng.of("nested"))
-                earned = rewards(rollout)
-                if missing:
-                    earned["first"][5] = torch.nan
-                inner = ADVANTAGES.build("temporal")
-                values = ADVANTAGES.build(name, base=inner)(earned, rollout)
-                assert values.shape == rollout.mask.shape
-                assert values.isnan().any(1).nonzero()[:, 0].tolist() == ([5] if missing else [])
-                assert values.isnan().all(1).nonzero()[:, 0].tolist() == ([5] if missing else [])
+@pytest.mark.parametrize("name", ["mapo", "noise_aware", "grpo_lead", "drpo", "copo", "aapo"])
+def test_the_advantage_underneath_may_tell_decisions_apart(name):
+    with torch.no_grad():
+        rollout = toys.make("causal").rollout(toys.prompts(3), 4, Rng.of("nested"))
+    earned = rewards(rollout)
+    earned["first"][5] = torch.nan
+    values = ADVANTAGES.build(name, base=ADVANTAGES.build("temporal"))(earned, rollout)
+    assert values.shape == rollout.mask.shape
+    assert torch.equal(values.isnan(), (torch.arange(12) == 5)[:, None].expand_as(values))

@@ -1,45 +1,29 @@
-"""CRD, FPO, D3PO, SePPO, direct back-propagation and Adjoint Matching: each gradient against its
+"""CRD, FPO, D3PO, SePPO, direct back-propagation and guided references: each gradient against its
 definition."""
 
 from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
-from mmrl import advantages
-from mmrl.config.options import TrainOptions
 from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
-from mmrl.core.paths import find_config
-from mmrl.core.registry import WINDOWS
-from mmrl.core.types import Point, Rewards, SamplerState
+from mmrl.core.registry import OBJECTIVES, load_built_in
+from mmrl.core.types import Point, SamplerState
 from mmrl.core.weights import Weights
 from mmrl.experiment import state
-from mmrl.experiment.build import read
 from mmrl.objectives import PolicyGradient
 from mmrl.objectives.kl import KL
-from mmrl.scoring import Scorer
-from mmrl.train.optimizers import adamw
-from mmrl.train.trainer import Trainer
-from mmrl.zoo.objectives import (
-    AWM,
-    CRD,
-    D3PO,
-    FPO,
-    NFT,
-    AdjointMatching,
-    Draft,
-    SePPO,
-)
+from mmrl.zoo.objectives import AWM, CRD, D3PO, FPO, NFT, Draft, SePPO
 from mmrl.zoo.objectives.reward_gradient import DIVERGENCES
-from rewards.card import card
-from samplers.kernels import consistency, memoryless, ode
+from samplers.kernels import consistency, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last
 from tests.fixtures import toys
 from tests.fixtures.records import make_point
 
-torch.set_default_dtype(torch.float32)
+load_built_in()
 
 
 def setting(objective, moved=0.02, copies=4, **options):
@@ -51,15 +35,14 @@ def setting(objective, moved=0.02, copies=4, **options):
     with torch.no_grad():
         rollout = policy.rollout(toys.prompts(3), copies, Rng.of("rollout"))
         for i, p in enumerate(policy.net.parameters()):
-            p += moved * torch.randn(
-                p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype
-            )
-    advantage = torch.randn(
-        len(rollout), 1, generator=torch.Generator().manual_seed(9), dtype=torch.float64
-    )
+            p += moved * normal(i, p.shape)
     if hasattr(objective, "attach"):
         objective.attach(toys.smooth_reward)
-    return policy, rollout.replace(advantage=advantage)
+    return policy, rollout.replace(advantage=normal(9, (len(rollout), 1)))
+
+
+def normal(seed, shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def gradient(policy, loss):
@@ -105,31 +88,6 @@ def test_crds_losses_are_those_of_published_code():
         assert abs(float(torch.stack(each).mean()) - value) < 2e-8, (form, temperature)
 
 
-def test_crd_centred_over_the_batch_sees_one_group():
-    """As published; a row with nothing to train on, such as an idle process has, counts nothing."""
-    generator = torch.Generator().manual_seed(0)
-    a, measured = (torch.randn(7, n, generator=generator, dtype=torch.float64) for n in (1, 2))
-    mask = torch.tensor([True] * 6 + [False])[:, None]
-    point = make_point(
-        group=torch.tensor([0, 0, 0, 1, 1, 2, 2]),
-        row_id=torch.arange(7),
-        state=a,
-        mask=mask,
-        advantage=a,
-    )
-    single_group = point[:6].replace(group=torch.zeros(6, dtype=torch.long))
-    for temperature in (None, 0.0, 0.5):
-        by_batch, by_group = (CRD(centre=c, temperature=temperature) for c in ("batch", "group"))
-        whole = both_columns(by_batch.couple(point, measured))[:6]
-        torch.testing.assert_close(whole, both_columns(by_group.couple(single_group, measured[:6])))
-        apart = both_columns(by_group.couple(point[:6], measured[:6]))
-        assert (whole - apart).abs().max() > 0.01
-
-
-def both_columns(point):
-    return torch.cat([point.coupling.optimality, point.coupling.implicit_mean], 1)
-
-
 def test_fpo_is_ppo_with_the_mean_in_the_exponent():
     objective = FPO(clip_range=0.002, num_noise_draws=3)
     policy, rollout = setting(objective)
@@ -149,13 +107,6 @@ def test_fpo_is_ppo_with_the_mean_in_the_exponent():
     torch.testing.assert_close(slope, gradient(policy, loss), rtol=1e-9, atol=1e-12)
 
 
-def best_and_worst(rollout):
-    for group in range(3):
-        rows = (rollout.group == group).nonzero()[:, 0]
-        order = rollout.advantage[rows, 0].argsort()
-        yield int(rows[order[-1]]), int(rows[order[0]])
-
-
 def test_d3po_prefers_the_best_at_every_step():
     objective = D3PO(beta=2.0)
     policy, rollout = setting(objective)
@@ -164,17 +115,18 @@ def test_d3po_prefers_the_best_at_every_step():
     with policy.weights.using("ref"), torch.no_grad():
         ref = policy.dist(whole).log_prob(whole.target)[:, 0]
     losses = []
-    for best, worst in best_and_worst(rollout):
+    for rows in torch.arange(12).split(4):
+        order = rows[rollout.advantage[rows, 0].argsort()]
         for k in range(rollout.mask.shape[1]):
-            at = [
-                ((whole.row_id == r) & (whole.time == rollout.latents.time[r, k])).nonzero()[0, 0]
-                for r in (best, worst)
-            ]
-            margin = (live[at[0]] - ref[at[0]]) - (live[at[1]] - ref[at[1]])
-            losses.append(-torch.nn.functional.logsigmoid(2.0 * margin))
-    torch.testing.assert_close(
-        slope, gradient(policy, torch.stack(losses).mean()), rtol=1e-9, atol=1e-12
-    )
+            time = rollout.latents.time[0, k]
+            best, worst = (
+                ((whole.row_id == row) & (whole.time == time)).nonzero()[0, 0]
+                for row in (order[-1], order[0])
+            )
+            margin = (live[best] - ref[best]) - (live[worst] - ref[worst])
+            losses.append(-logsigmoid(2.0 * margin))
+    expected = gradient(policy, torch.stack(losses).mean())
+    torch.testing.assert_close(slope, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
@@ -184,7 +136,7 @@ def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
     policy, rollout = setting(objective, moved=0.1)
     with policy.weights.using("ref"), torch.no_grad():  # the base model has no say in it
         list(policy.net.parameters())[-1].add_(3.0)
-    followed_gradient, whole = coupled(objective, policy, rollout)
+    slope, whole = coupled(objective, policy, rollout)
     with policy.weights.using("earlier-0"), torch.no_grad():
         reference = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
     excess = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1) - reference
@@ -201,13 +153,10 @@ def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
             )
             # the reference denoises the winner better than the current model
             followed.append(bool(w > 0))
-            losses.append(
-                -torch.nn.functional.logsigmoid(-1.5 * (w + r if followed[-1] else w - r))
-            )
+            losses.append(-logsigmoid(-1.5 * (w + r if followed[-1] else w - r)))
     assert 0 < sum(followed) < len(followed), "both cases are there"
-    torch.testing.assert_close(
-        followed_gradient, gradient(policy, torch.stack(losses).mean()), rtol=1e-8, atol=1e-12
-    )
+    expected = gradient(policy, torch.stack(losses).mean())
+    torch.testing.assert_close(slope, expected, rtol=1e-8, atol=1e-12)
 
 
 def test_seppo_takes_a_reference_as_good_as_the_current_model_for_the_loser():
@@ -241,84 +190,22 @@ def test_seppos_reference_is_drawn_evenly_from_all_earlier_checkpoints_of_a_boun
             assert len(weights.saved) == 3 and drawn <= iteration
         counts[drawn] += 1
     expected = 240 / 12
-    assert ((counts - expected) ** 2 / expected).sum() < 31.3, (
-        counts
-    )  # chi-squared with 11 degrees of freedom: p = 0.001
-
-
-def seppo_trainer(pool=2, **options):
-    sizes = {
-        "prompts_per_iteration": 4,
-        "group_size": 4,
-        "train_batch_size": 8,
-        "iterations": 8,
-        "seed": 3,
-    } | options
-    return Trainer(
-        toys.make("flow", double=True),
-        toys.prompts(),
-        Scorer({"smooth": smooth}),
-        advantages.dance_grpo,
-        SePPO(beta=5.0, pool=pool),
-        partial(adamw, lr=3e-3),
-        TrainOptions(**sizes),
-    )
+    # chi-squared with 11 degrees of freedom: p = 0.001
+    assert ((counts - expected) ** 2 / expected).sum() < 31.3, counts
 
 
 def test_seppos_pool_comes_through_a_checkpoint_to_the_bit():
-    whole, first, second = (seppo_trainer() for _ in range(3))
-    rewards = [whole.iterate()["reward/mean"] for _ in range(8)]
-    assert [first.iterate()["reward/mean"] for _ in range(4)] == rewards[:4]
+    whole, first, second = (
+        toys.trainer("flow", SePPO(beta=5.0, pool=2), toys.smooth_reward) for _ in range(3)
+    )
+    rewards = [whole.iterate()["reward/mean"] for _ in range(6)]
+    for _ in range(3):
+        first.iterate()
     state.restore(second, *state.capture(first))
-    assert [second.iterate()["reward/mean"] for _ in range(4)] == rewards[4:]
-    assert {"earlier-0", "earlier-1"} <= set(second.policy.weights.saved)
-    for name, tensors in {
-        **whole.policy.weights.saved,
-        "live": whole.policy.weights.parameters(),
-    }.items():
-        restored = (
-            second.policy.weights.parameters()
-            if name == "live"
-            else second.policy.weights.saved[name]
-        )
-        assert all(torch.equal(tensors[key], restored[key]) for key in tensors), name
-
-
-def test_draft_is_the_gradient_through_the_sampler(subtests):
-    """The reward of a sampler that is run again from the same state with the same noise, on policy
-    or, after a step of the optimizer, with weights that have moved."""
-    for options in [
-        {"sde_type": ode},
-        {"noise_window": all_but_last},
-        {"sde_type": consistency, "noise_level": 1.0},
-    ]:
-        for last in [None, 2]:
-            for moved in [0.0, 0.05]:
-                with subtests.test(options=options, last=last, moved=moved):
-                    objective = Draft(last=last)
-                    policy, rollout = setting(objective, moved=moved, **options)
-                    (point,) = objective.points(policy, rollout, Rng.of(0))
-                    slope = gradient(policy, objective.loss(policy, point).mean())
-                    steps = rollout.latents.noise_level.shape[1]
-                    first = 0 if last is None else steps - last
-                    path = rollout.latents
-                    x = path.states[:, first]
-                    for k in range(first, steps):
-                        step = SamplerState(time=path.time[:, k])
-                        v = policy._velocities(point.replace(state=x, step=step), guided=False)[0]
-                        mean, std = policy.sde_type(
-                            x, v, path.time[:, k], path.time[:, k + 1], path.noise_level[:, k]
-                        )
-                        x = mean + std * Rng.of("rollout").normal(
-                            rollout.row_id, (2,), k + 1, torch.float64
-                        )
-                    assert moved or torch.allclose(x, rollout.sample, atol=1e-12, rtol=0)
-                    torch.testing.assert_close(
-                        slope,
-                        gradient(policy, -toys.smooth_reward(x, None).mean()),
-                        rtol=1e-8,
-                        atol=1e-12,
-                    )
+    assert [second.iterate()["reward/mean"] for _ in range(3)] == rewards[3:]
+    for name in ("live", "earlier-0", "earlier-1"):
+        known, restored = (each.policy.weights.full(name) for each in (whole, second))
+        assert all(torch.equal(known[key], restored[key]) for key in known), name
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -339,158 +226,6 @@ def test_divergences_against_quadrature(name):
         }[name]
         divergence = DIVERGENCES[name](torch.tensor(d**2, dtype=torch.float64))
         torch.testing.assert_close(divergence, exact, atol=1e-6, rtol=1e-6)
-
-
-def test_a_regulariser_keeps_the_policy_near_the_reference():
-    for divergence in DIVERGENCES:
-        objective = Draft(last=2, kl=1.0, divergence=divergence)
-        policy, rollout = setting(objective, noise_window=all_but_last)
-        (point,) = objective.points(policy, rollout, Rng.of(0))
-        plain = Draft(last=2)
-        plain.attach(toys.smooth_reward)
-        extra = objective.loss(policy, point) - plain.loss(policy, point)
-        assert (extra > 0).all() and extra.isfinite().all()
-
-
-def test_adjoints_are_the_gradient_through_the_base_sampler():
-    objective = AdjointMatching(strength=2.0)
-    policy, rollout = setting(objective, sde_type=memoryless, noise_level=1.0)
-    (point,) = objective.points(policy, rollout, Rng.of(0))
-    from mmrl.zoo.objectives.reward_gradient import steps_of
-
-    steps = steps_of(point)
-    adjoints = objective._adjoints(policy, point, steps)
-    for k in range(len(steps)):
-        with policy.weights.using("ref"):
-            x = start = rollout.latents.states[:, k + 1].clone().requires_grad_()
-            for j in range(k + 1, len(steps)):
-                mean = policy.dist(steps[j].replace(state=x)).mean
-                x = mean + (rollout.latents.states[:, j + 1] - mean).detach()  # the same noise
-            (expected,) = torch.autograd.grad(-2.0 * toys.smooth_reward(x, None).sum(), start)
-        torch.testing.assert_close(adjoints[k], expected, rtol=1e-9, atol=1e-12)
-
-
-def test_adjoint_matching_starts_at_the_rewards_gradient_and_without_reward_at_rest():
-    objective = AdjointMatching(strength=0.0)
-    policy, rollout = setting(objective, moved=0.0, sde_type=memoryless, noise_level=1.0)
-    (point,) = objective.points(policy, rollout, Rng.of(0))
-    assert objective.loss(policy, point).abs().max() < 1e-20
-
-
-@card(differentiable=True)
-def smooth(sample, prompts):
-    return toys.smooth_reward(sample, prompts)
-
-
-LEARNING = {
-    "draft": (lambda: Draft(last=3), {"sde_type": ode}),
-    "rocm": (lambda: Draft(last=None, kl=0.01), {"sde_type": consistency, "noise_level": 1.0}),
-    "adjoint_matching": (
-        lambda: AdjointMatching(strength=10.0),
-        {"sde_type": memoryless, "noise_level": 1.0, "noise_window": all_but_last},
-    ),
-}
-
-
-def test_what_follows_the_rewards_gradient_raises_it(subtests):
-    for name in LEARNING:
-        with subtests.test(name=name):
-            objective, options = LEARNING[name]
-            policy = toys.make("flow", **options)
-            sizes = {
-                "prompts_per_iteration": 4,
-                "group_size": 8,
-                "train_batch_size": 32,
-                "iterations": 40,
-                "seed": 1,
-            }
-            trainer = Trainer(
-                policy,
-                toys.prompts(),
-                Scorer({"smooth": smooth}),
-                advantages.dance_grpo,
-                objective(),
-                partial(adamw, lr=3e-3),
-                TrainOptions(**sizes),
-            )
-            rewards = [trainer.iterate()["reward/mean"] for _ in range(40)]
-            assert sum(rewards[-5:]) / 5 > rewards[0] + 0.3, rewards
-
-
-def test_a_reward_without_gradient_is_refused_by_name():
-    objective = Draft()
-    Trainer(
-        toys.make("flow"),
-        toys.prompts(),
-        scorer := Scorer({"plain": toys.smooth_reward}),
-        advantages.dance_grpo,
-        objective,
-        partial(adamw, lr=1e-3),
-        TrainOptions(prompts_per_iteration=4, group_size=2, train_batch_size=8, iterations=1),
-    )
-    with pytest.raises(UserError, match="'plain' has no gradient"):
-        scorer.differentiable(torch.zeros(2, 2), toys.prompts(2))
-
-
-def test_a_plain_function_as_scorer_has_no_gradient_to_follow():
-    trainer = Trainer(
-        toys.make("flow"),
-        toys.prompts(),
-        lambda media, prompts: Rewards({"plain": toys.smooth_reward(media, prompts)}),
-        advantages.dance_grpo,
-        Draft(),
-        partial(adamw, lr=1e-3),
-        TrainOptions(prompts_per_iteration=4, group_size=2, train_batch_size=8, iterations=1),
-    )
-    with pytest.raises(UserError, match="needs a differentiable reward"):
-        trainer.iterate()
-
-
-def test_crds_reference_has_a_guidance_of_its_own():
-    """The distance is of the plain velocity to the reference's guided one, v_u + w (v_c - v_u)."""
-    policy, rollout = setting(CRD(), moved=0.05)
-    (point,) = CRD(num_noise_draws=1).points(policy, rollout, Rng.of("points"))
-    with policy.weights.using("ref"), torch.no_grad():
-        conditional, empty = policy._velocities(point, guided=True)
-    assert (conditional - empty).abs().max() > 0.1
-    for scale in (0.0, 1.0, 2.5):
-        guided = empty + scale * (conditional - empty)
-        expected = 0.5 * (policy.dist(point).mean - guided).square().flatten(1).mean(
-            1, keepdim=True
-        )
-        extra = CRD(kl=0.5, ref_guidance=scale).loss(policy, point) - CRD(kl=0.0).loss(
-            policy, point
-        )
-        torch.testing.assert_close(extra, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["awm", "nft", "policy_gradient"])
-def test_a_guided_reference_is_the_bases_own_guidance(name):
-    """The distance is of the plain prediction to the guided one, v_u + w (v_c - v_u)."""
-    scale = 2.5
-    choices = {
-        "awm": lambda kl: AWM(kl=kl, num_noise_draws=1),
-        "nft": lambda kl: NFT(kl=kl, num_noise_draws=1),
-        "policy_gradient": lambda kl: PolicyGradient(kl=kl),
-    }[name]
-    guided = choices(KL(weight=0.5, ref_guidance=scale))
-    policy, rollout = setting(guided, moved=0.05)
-    policy.weights.keep("old")
-    for point in guided.points(policy, rollout, Rng.of("points")):
-        extra = guided.loss(policy, point) - choices(KL()).loss(policy, point)
-        with policy.weights.using("ref"), torch.no_grad():
-            conditional, empty = policy._velocities(point, guided=True)
-        blended = empty + scale * (conditional - empty)
-        dist = policy.dist(point)
-        if name == "policy_gradient":
-            step = point.transition
-            mean, std = policy.sde_type(
-                point.state, blended, step.time, step.next_time, step.noise_level
-            )
-            distance = dist.kl(Gaussian(mean, std, policy.logprob_reduction))
-        else:
-            distance = (dist.mean - blended).square().flatten(1).mean(1, keepdim=True)
-        torch.testing.assert_close(extra, 0.5 * distance, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("objective", [AWM, NFT, CRD, PolicyGradient])
@@ -531,16 +266,75 @@ def test_guidance_without_an_empty_prompt_is_refused():
         CRD(kl=1.0, ref_guidance=2.0).loss(policy, bare)
 
 
-def test_the_shipped_adjoint_matching_takes_the_rewards_gradient_at_a_clean_sample():
-    """Adjoint Matching (Domingo-Enrich et al. 2025) with noise in all steps but the last."""
-    policy = read(find_config("digits/adjoint_matching"), []).plain["policy"]["sd3"]
-    assert WINDOWS[policy["noise_window"]](policy["steps"]).tolist() == [True] * 7 + [False]
-    objective = AdjointMatching(strength=2.0)
-    policy, rollout = setting(
-        objective, sde_type=memoryless, noise_level=1.0, noise_window=all_but_last
-    )
-    assert rollout.mask[0].tolist() == [True] * (rollout.mask.shape[1] - 1) + [False]
+# Rewards that are differentiated
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sde_type": ode},
+        {"noise_window": all_but_last},
+        {"sde_type": consistency, "noise_level": 1.0},
+    ],
+)
+@pytest.mark.parametrize(("last", "moved"), [(None, 0.0), (None, 0.05), (2, 0.0), (2, 0.05)])
+def test_draft_is_the_gradient_through_the_sampler(options, last, moved):
+    """The reward of a sampler that is run again from the same state with the same noise, on policy
+    or, after a step of the optimizer, with weights that have moved."""
+    objective = Draft(last=last)
+    policy, rollout = setting(objective, moved=moved, **options)
     (point,) = objective.points(policy, rollout, Rng.of(0))
-    # the step without noise alone: nothing to control
-    last = point.replace(state=point.state[:, -2:])
-    assert objective.loss(policy, point).min() > 0 and objective.loss(policy, last) == 0.0
+    slope = gradient(policy, objective.loss(policy, point).mean())
+    steps = rollout.latents.noise_level.shape[1]
+    first = 0 if last is None else steps - last
+    path = rollout.latents
+    x = path.states[:, first]
+    for k in range(first, steps):
+        step = SamplerState(time=path.time[:, k])
+        v = policy._velocities(point.replace(state=x, step=step), guided=False)[0]
+        times = path.time[:, k], path.time[:, k + 1], path.noise_level[:, k]
+        mean, std = policy.sde_type(x, v, *times)
+        x = mean + std * Rng.of("rollout").normal(rollout.row_id, (2,), k + 1, torch.float64)
+    assert moved or torch.allclose(x, rollout.sample, atol=1e-12, rtol=0)
+    expected = gradient(policy, -toys.smooth_reward(x, None).mean())
+    torch.testing.assert_close(slope, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_a_reward_without_gradient_is_refused_by_name():
+    scorer = toys.trainer("flow", Draft(), toys.smooth_reward).scorer
+    with pytest.raises(UserError, match="'toy' has no gradient"):
+        scorer.differentiable(torch.zeros(2, 2), toys.prompts(2))
+
+
+# References
+
+
+@pytest.mark.parametrize("name", ["awm", "nft", "crd", "dgpo", "policy_gradient"])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 2.5])
+def test_a_guided_reference_is_the_bases_own_guidance(name, scale):
+    """The distance is of the plain prediction to the guided one, v_u + w (v_c - v_u)."""
+    options = {} if name == "policy_gradient" else {"num_noise_draws": 1}
+    make = partial(OBJECTIVES[name], **options)
+    guided = {"kl": KL(weight=0.5, ref_guidance=scale)}
+    if name in ("crd", "dgpo"):
+        guided = {"kl": 0.5, "ref_guidance": scale}
+    near = make(**guided)
+    policy, rollout = setting(near, moved=0.05)
+    policy.weights.keep("old")
+    for point in near.points(policy, rollout, Rng.of("points")):
+        extra = near.loss(policy, point) - make(kl=0.0).loss(policy, point)
+        with policy.weights.using("ref"), torch.no_grad():
+            conditional, empty = policy._velocities(point, guided=True)
+        assert (conditional - empty).abs().max() > 0.1
+        blended = empty + scale * (conditional - empty)
+        dist = policy.dist(point)
+        distance = (dist.mean - blended).square().flatten(1).mean(1, keepdim=True)
+        if name == "policy_gradient":
+            step = point.transition
+            times = step.time, step.next_time, step.noise_level
+            moments = policy.sde_type(point.state, blended, *times)
+            distance = dist.kl(Gaussian(*moments, policy.logprob_reduction))
+        torch.testing.assert_close(extra, 0.5 * distance, rtol=1e-9, atol=1e-12)
+        if name == "dgpo":  # whose score is of the same reference
+            errors = [(x - point.target).square().mean(1) for x in (dist.mean, blended)]
+            torch.testing.assert_close(near.measure(policy, point)[:, 0], errors[0] - errors[1])

@@ -14,7 +14,6 @@ from mmrl.objectives import PolicyGradient
 from mmrl.objectives.decisions import TokenWeights, subset
 from mmrl.objectives.kl import KL, estimate
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
-from mmrl.objectives.terms.entropy import Entropy, EntropyBonus
 from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.objectives.terms.off_policy import off_policy
 from mmrl.policies.capabilities import Capabilities
@@ -26,9 +25,7 @@ from mmrl.zoo.objectives import (
     D3PO,
     DGPO,
     FPO,
-    GVPO,
     NFT,
-    REAL,
     AdjointMatching,
     ClipCov,
     DiffusionDPO,
@@ -41,7 +38,6 @@ from mmrl.zoo.objectives import (
 )
 from mmrl.zoo.objectives.covariance import Drawing, HeldBack
 from mmrl.zoo.objectives.forward_process.awm import SCORES
-from mmrl.zoo.objectives.group_loss import Groups, Samples
 from mmrl.zoo.objectives.grpo_guard import normalised
 from mmrl.zoo.objectives.reward_gradient import DIVERGENCES
 from mmrl.zoo.objectives.trust_region import gated
@@ -51,95 +47,124 @@ from samplers.windows import all_but_last, all_steps
 from tests.fixtures import toys
 from tests.fixtures.records import make_point, make_rollout
 from tests.fixtures.swapping import Swapping
+from tests.objectives.velocities import Velocities, column, measured_loss, renoised, table
+
+# Defaults of the papers, and options that mean nothing
+
+AS_PUBLISHED = [
+    (AWM, {"weighting": "ghuber", "clip_range": 1.0, "advantage_clip": 1.0, "num_noise_draws": 6}),
+    (AWM, {"kl": 1e-4, "ema_kl": 0.0}),
+    (DGPO, {"beta": 100.0, "clip_range": 1e-2, "advantage_clip": 5.0, "num_noise_draws": 4}),
+    (DGPO, {"kl": 0.02, "snapshots": ("old", "ref")}),
+    (FPO, {"clip_range": 0.05, "advantage_clip": 5.0, "num_noise_draws": 8}),
+    (NFT, {"beta": 1.0, "advantage_clip": 5.0, "kl": 1e-4, "num_noise_draws": 9, "decay": 1}),
+    (CRD, {"beta": 1.0, "advantage_clip": 5.0, "kl": 0.1, "num_noise_draws": 4}),
+    (CRD, {"ref_guidance": 1.0, "centre": "group"}),
+    (D3PO, {"beta": 0.1}),
+    (DiffusionDPO, {"beta": 100.0, "num_noise_draws": 1}),
+    (FlowDPPO, {"threshold": 1e-5, "advantage_clip": 5.0, "std": "exact"}),
+    (Guard, {"clip_range": 2e-6, "balance": True}),
+    (Importance, {"level": "token", "cap": 3.0, "floor": 0.0}),
+    (ClipCov, {"share": 2e-4, "low": 1.0, "high": 5.0}),
+    (KLCov, {"share": 2e-4, "weight": 1.0}),
+]
+DECAYS = [  # of the old weights at steps 0, 100 and 1000
+    (CRD(), [0.25, 0.75, 0.999]),
+    (DGPO(), [0.0, 0.1, 0.3]),
+    (NFT(decay=0), [0, 0, 0]),
+    (NFT(decay=1), [0, 0.1, 0.5]),
+    (NFT(decay=2), [0, 0.1875, 0.999]),
+]
+SNAPSHOTS = [
+    (DGPO(clip_range=None), ("ref",)),
+    (DGPO(reference="old", kl=0.0, clip_range=None), ("old",)),
+    (DGPO(clip_range=None, behavior_policy="old"), ("old", "ref")),
+    (DGPO(reference="old"), ("old", "ref")),
+]
 
 
-def column(*values):
-    return torch.tensor(values, dtype=torch.float64)[:, None]
+def test_as_published():
+    for objective, published in AS_PUBLISHED:
+        built = objective()
+        assert {name: getattr(built, name) for name in published} == published, objective
+    for objective, decays in DECAYS:
+        assert [objective.old_decay(step) for step in (0, 100, 1000)] == pytest.approx(decays)
+    for objective, names in SNAPSHOTS:
+        assert objective.snapshots == names
 
 
-class Velocities(Swapping):
-    """A policy that is a table: the velocity of every row under each name of weights."""
+REFUSED = [
+    *[(make, {"beta": 0.0}) for make in (CRD, DGPO, NFT, D3PO, SePPO, DiffusionDPO)],
+    *[(make, {"advantage_clip": 0.0}) for make in (AWM, CRD, DGPO, FPO, NFT, FlowDPPO)],
+    *[(make, {"clip_range": (0.1, 0.0)}) for make in (AWM, FPO)],
+    *[(make, {"clip_range": 0.0}) for make in (AWM, FPO)],
+    (AWM, {"clip_range": (0.5, -1.0)}),
+    (RewardWeightedRegression, {"beta": 0.0}),
+    (CRD, {"temperature": -1.0}),
+    (DGPO, {"clip_range": -1.0}),
+    (FlowDPPO, {"threshold": 0.0}),
+]
+OF_THE_POLICY_GRADIENT = [
+    {"timestep_fraction": 1.5},
+    {"timestep_fraction": 0.0},
+    {"advantage_clip": 0.0},
+    {"kl": -0.1},
+    {"clip_range": (0.0, 0.1)},
+    {"clip_range": (0.1, -1.0)},
+]
 
-    def __init__(self, **known):
-        self.known = known
 
-    def dist(self, point):
-        v = self.known[self.name][point.row_id]
-        return Gaussian(v, torch.full((len(v), 1), 0.5, dtype=v.dtype))
-
-
-def renoised(advantage, t=0.5):
-    """Rows at one time whose target is 0, so that an error is the mean square of the velocity."""
-    rows = len(advantage)
-    name = torch.arange(rows)
-    return make_point(
-        group=name * 0,
-        row_id=name,
-        state=torch.zeros(rows, 4, dtype=torch.float64),
-        target=torch.zeros(rows, 4, dtype=torch.float64),
-        mask=torch.ones(rows, 1, dtype=torch.bool),
-        num_decisions=torch.ones(rows, dtype=torch.long),
-        time=torch.full((rows,), t, dtype=torch.float64),
-        x0_per_output=torch.full((rows,), t, dtype=torch.float64),
-        advantage=advantage,
-    )
+def test_options_that_mean_nothing_are_refused():
+    for objective, wrong in REFUSED:
+        with pytest.raises(UserError, match=rf"must be positive: {next(iter(wrong))}"):
+            objective(**wrong)
+    for wrong in OF_THE_POLICY_GRADIENT:
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            PolicyGradient(**wrong)
+    with pytest.raises(UserError, match="clip_range must be greater than 0"):
+        Guard(clip_range=0.0)
+    for low in (3.0, 4.0):
+        with pytest.raises(UserError, match=f"^importance_sampling: floor {low} must be less than"):
+            Importance(floor=low)
+    # the ends of what is allowed
+    PolicyGradient(advantage_clip=0.5, clip_range=(0.01, 0.5), timestep_fraction=1.0, kl=0.0)
+    assert CRD(temperature=0.0).temperature == 0.0
 
 
 # Advantage-weighted matching
 
 
-def test_a_perfect_prediction_scores_zero_with_a_finite_gradient(subtests):
+def test_a_perfect_prediction_scores_zero_with_a_finite_gradient():
     for weighting in SCORES:
-        with subtests.test(weighting=weighting):
-            error = column(0.0).requires_grad_()
-            score = SCORES[weighting](error, column(0.5))
-            assert score.item() == 0
-            score.sum().backward()
-            assert error.grad.isfinite().all() and error.grad.item() < 0
+        error = column(0.0).requires_grad_()
+        score = SCORES[weighting](error, column(0.5))
+        assert score.item() == 0
+        score.sum().backward()
+        assert error.grad.isfinite().all() and error.grad.item() < 0, weighting
 
 
 def test_awm_counts_the_ratios_beyond_its_clip_on_either_side():
     """Errors 0.04 now; 0.09, 0.04, 0.0 before: log-ratios 0.025, 0, -0.02 at time 1/2."""
-    advantage = column(1.0, 1.0, 1.0)
     live = torch.full((3, 4), 0.2, dtype=torch.float64)
     old = column(0.3, 0.2, 0.0).expand(3, 4)
-    policy = Velocities(live=live, old=old, ref=live)
-    for clip, fraction in (
-        ((0.5, 0.01), 1 / 3),
-        ((0.01, 0.5), 1 / 3),
-        ((0.01, 0.01), 2 / 3),
-        (0.5, 0.0),
-    ):
-        meter = Meter()
-        with meter.listening():
-            loss = AWM(weighting="t", clip_range=clip, kl=0.0).loss(policy, renoised(advantage))
-        assert meter.mean("clip_fraction") == pytest.approx(fraction)
-        ratio = [math.exp(0.025), 1.0, math.exp(-0.02)]
+    policy = Velocities(live=live, old=old, ref=live + 0.5, ema=live + 0.25)
+    point = renoised(column(1.0, 1.0, 1.0))
+    gaps = [0.025, 0.0, -0.02]
+    ratio = [math.exp(gap) for gap in gaps]
+    sides = ((0.5, 0.01), 1 / 3), ((0.01, 0.5), 1 / 3), ((0.01, 0.01), 2 / 3), (0.5, 0.0)
+    for clip, fraction in sides:
+        loss, meter = measured_loss(AWM(weighting="t", clip_range=clip, kl=0.0), policy, point)
         low, high = clip if isinstance(clip, tuple) else (clip, clip)
         expected = [-min(r, min(max(r, 1 - low), 1 + high)) for r in ratio]
         assert loss.flatten().tolist() == pytest.approx(expected, abs=1e-9)
-
-
-def test_awm_as_published_and_what_it_refuses():
-    awm = AWM()
-    assert (
-        awm.weighting,
-        awm.clip_range,
-        awm.advantage_clip,
-        awm.num_noise_draws,
-        awm.kl,
-        awm.ema_kl,
-    ) == (
-        "ghuber",
-        1.0,
-        1.0,
-        6,
-        1e-4,
-        0.0,
-    )
-    for wrong in ({"clip_range": 0.0}, {"clip_range": (0.1, 0.0)}, {"advantage_clip": 0.0}):
-        with pytest.raises(UserError, match="must be positive"):
-            AWM(**wrong)
+        assert meter.mean("clip_fraction") == pytest.approx(fraction)
+        assert meter.top("log_ratio") == pytest.approx(0.025)
+        assert meter.mean("ratio") == pytest.approx(sum(ratio) / 3)
+    for chosen, name, distance in (({"kl": 2.0}, "kl", 0.25), ({"ema_kl": 2.0}, "kl_ema", 0.0625)):
+        near = AWM(weighting="t", clip_range=0.5, **({"kl": 0.0} | chosen))
+        held, meter = measured_loss(near, policy, point)
+        torch.testing.assert_close(held - loss, column(*[2 * distance] * 3))
+        assert meter.mean(name) == pytest.approx(distance)
 
 
 # Corrections of text
@@ -147,13 +172,9 @@ def test_awm_as_published_and_what_it_refuses():
 
 def answers(gap, advantage=None, mask=None):
     """Log-probs of the policy that are ``gap`` [B, L] above those of what sampled."""
-    gap = torch.tensor(gap, dtype=torch.float64)
+    gap = table(*gap)
     name = torch.arange(len(gap))
-    mask = (
-        torch.ones(gap.shape, dtype=torch.bool)
-        if mask is None
-        else torch.tensor(mask, dtype=torch.bool)
-    )
+    mask = torch.tensor(mask, dtype=torch.bool) if mask else torch.ones_like(gap).bool()
     return make_point(
         group=name * 0,
         row_id=name,
@@ -190,49 +211,44 @@ def test_importance_of_rows():
     assert torch.equal(alone, torch.ones(1, 3, dtype=torch.float64))
 
 
-def test_importance_bounds_must_differ():
-    for low in (3.0, 4.0):
-        with pytest.raises(
-            UserError, match=f"^importance_sampling: floor {low} must be less than cap 3.0"
-        ):
-            Importance(floor=low)
-
-
 def test_off_policy_answers_are_dropped_only_where_they_are_bad_and_far():
     """Mean log(p_sampler / p): 0.3, 0.3, 0.3, 0.1, and exactly the threshold."""
-    logp = torch.tensor(
-        [[-1.5, -1.1], [-1.5, -1.1], [-1.5, -1.1], [-1.1, -1.1], [-1.25, -1.25]],
-        dtype=torch.float64,
-    )
+    logp = table([-1.5, -1.1], [-1.5, -1.1], [-1.5, -1.1], [-1.1, -1.1], [-1.25, -1.25])
     point = answers([[0.0, 0.0]] * 5, advantage=column(-1.0, 1.0, 0.0, -1.0, -1.0))
     meter = Meter()
     with meter.listening():
         weight = off_policy(logp, point, 0.25)
     assert weight.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
     assert meter.mean("off_policy") == pytest.approx(0.2)
-    recorded = off_policy(
-        logp,
-        point.replace(provenance=Provenance(), logprob=point.provenance.sampler_logprob),
-        0.25,
-    )
-    assert torch.equal(recorded, weight)
+    sampled = point.provenance.sampler_logprob
+    recorded = point.replace(provenance=Provenance(), logprob=sampled)
+    assert torch.equal(off_policy(logp, recorded, 0.25), weight)
 
 
 # Centred reward distillation
 
-
-VELOCITY = [
-    [0.1, -0.3, 0.2, 0.0],
-    [0.5, 0.1, 0.0, -0.2],
-    [-0.4, 0.4, 0.1, 0.1],
-    [0.0, 0.0, 0.0, 0.0],
-]
+VELOCITY = [[0.1, -0.3, 0.2, 0.0], [0.5, 0.1, 0.0, -0.2], [-0.4, 0.4, 0.1, 0.1], [0.0] * 4]
 BEFORE = [[0.2, -0.1, 0.2, 0.1], [0.4, 0.2, 0.1, -0.2], [-0.4, 0.3, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4]]
+START = [[0.3, 0.0, 0.1, -0.1], [0.4, 0.0, 0.2, 0.1], [-0.2, 0.2, 0.3, 0.1], [0.2, 0.1, 0.0, -0.1]]
 ADVANTAGE = [1.5, -7.0, 0.5, 2.0]
+PAIRED = [0, 0, 1, 1]
+
+
+def tables(**changes):
+    known = {"live": table(*VELOCITY), "old": table(*BEFORE), "ref": table(*START)}
+    return Velocities(**(known | changes))
+
+
+def bounded(advantage, most=5.0):
+    return [max(-most, min(a, most)) for a in advantage]
 
 
 def scaled_error(v):
     return sum(x * x for x in v) / 4 / max(sum(abs(x) for x in v) / 4, 1e-5)
+
+
+OPTIMALITY = [0.5 + a / 10 for a in bounded(ADVANTAGE)]
+IMPLICIT = [scaled_error(old) - scaled_error(v) for v, old in zip(VELOCITY, BEFORE)]
 
 
 @pytest.mark.parametrize("form", ["mse", "bce"])
@@ -241,179 +257,109 @@ def scaled_error(v):
 def test_crd_row_by_row(form, temperature, centre):
     """The implicit reward and the wanted one, both less their mean under each of the weights."""
     beta = 2.0
-    clip = 5.0
     slopes = {None: [0.0], 0.0: [1.0, 0.0], 0.25: [4.0, -4.0]}[temperature]
-    group = [0, 0, 1, 1]
-    optimality = [0.5 + max(-clip, min(a, clip)) / (2 * clip) for a in ADVANTAGE]
-    implicit = [
-        scaled_error(old) - scaled_error(v) for v, old in zip(VELOCITY, BEFORE, strict=True)
-    ]
 
     def fit(i, slope):
-        rows = [j for j in range(4) if centre == "batch" or group[j] == group[i]]
-        p = [math.exp(slope * optimality[j]) for j in rows]
+        rows = [j for j in range(4) if centre == "batch" or PAIRED[j] == PAIRED[i]]
+        p = [math.exp(slope * OPTIMALITY[j]) for j in rows]
         p = [x / sum(p) for x in p]
-        goal = optimality[i] - sum(x * optimality[j] for x, j in zip(p, rows, strict=True))
-        reward = beta * (implicit[i] - sum(x * implicit[j] for x, j in zip(p, rows, strict=True)))
+        goal = OPTIMALITY[i] - sum(x * OPTIMALITY[j] for x, j in zip(p, rows, strict=True))
+        reward = beta * (IMPLICIT[i] - sum(x * IMPLICIT[j] for x, j in zip(p, rows, strict=True)))
         if form == "mse":
             return (reward - goal) ** 2
         share = 1 / (1 + math.exp(-goal))
         return math.log1p(math.exp(-reward)) + (1 - share) * reward
 
-    policy = Velocities(
-        live=torch.tensor(VELOCITY, dtype=torch.float64),
-        old=torch.tensor(BEFORE, dtype=torch.float64),
-    )
     objective = CRD(beta=beta, form=form, temperature=temperature, centre=centre, kl=0.0)
-    point = renoised(column(*ADVANTAGE)).replace(group=torch.tensor(group))
-    loss = objective.loss(policy, objective.couple(point, objective.measure(policy, point)))
-    expected = [
-        clip / beta * sum(fit(i, slope) for slope in slopes) / len(slopes) for i in range(4)
-    ]
+    point = renoised(column(*ADVANTAGE), group=PAIRED)
+    loss, _ = measured_loss(objective, tables(), point)
+    expected = [5 / beta * sum(fit(i, slope) for slope in slopes) / len(slopes) for i in range(4)]
     assert loss.flatten().tolist() == pytest.approx(expected, rel=1e-9)
 
 
 def test_crd_before_its_rows_are_coupled_and_near_the_reference():
-    """The centres are 1/2 and 0 then; kl adds the mean square distance to the reference."""
-    live = torch.tensor(VELOCITY, dtype=torch.float64)
-    old = torch.tensor(BEFORE, dtype=torch.float64)
-    policy = Velocities(live=live, old=old, ref=live + 0.5)
+    """The centres are 1/2 and 0 then; kl adds the mean square distance to the reference. The mean
+    absolute error is at least 1e-5."""
+    policy = tables(ref=table(*VELOCITY) + 0.5)
     point = renoised(column(*ADVANTAGE))
     plain = CRD(beta=2.0, kl=0.0).loss(policy, point)
-    optimality = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
-    implicit = [scaled_error(b) - scaled_error(v) for v, b in zip(VELOCITY, BEFORE, strict=True)]
-    expected = [2.5 * (2 * (r - 0.0) - a) ** 2 for r, a in zip(implicit, optimality, strict=True)]
+    expected = [2.5 * (2 * r - (a - 0.5)) ** 2 for r, a in zip(IMPLICIT, OPTIMALITY)]
     assert plain.flatten().tolist() == pytest.approx(expected, rel=1e-9)
-    meter = Meter()
-    with meter.listening():
+    with Meter().listening() as meter:
         near = CRD(beta=2.0, kl=3.0).loss(policy, point)
     torch.testing.assert_close(near - plain, column(*[0.75] * 4))
     assert meter.mean("kl") == pytest.approx(0.25)
-
-
-def test_crds_old_weights_and_what_it_refuses():
-    assert [CRD().old_decay(step) for step in (0, 100, 1000)] == pytest.approx([0.25, 0.75, 0.999])
-    for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"temperature": -1.0}):
-        with pytest.raises(UserError, match="must be positive"):
-            CRD(**wrong)
-    assert CRD(temperature=0.0).temperature == 0.0
-
-
-@pytest.mark.parametrize("centre", ["group", "batch"])
-def test_crd_of_a_perfect_old_prediction_is_finite(centre):
-    """The mean absolute error is at least 1e-5."""
     zero = torch.zeros(2, 4, dtype=torch.float64)
-    policy = Velocities(live=zero + 0.5, old=zero)
-    point = renoised(column(1.0, -1.0))
-    objective = CRD(kl=0.0, centre=centre)
-    loss = objective.loss(policy, objective.couple(point, objective.measure(policy, point)))
-    # (0 - 1/10)^2: both rows improved alike
-    assert loss.flatten().tolist() == pytest.approx([5 * 0.01, 5 * 0.01])
+    policy, point = Velocities(live=zero + 0.5, old=zero), renoised(column(1.0, -1.0))
+    for centre in ("group", "batch"):  # (0 - 1/10)^2: both rows improved alike
+        loss, _ = measured_loss(CRD(kl=0.0, centre=centre), policy, point)
+        assert loss.flatten().tolist() == pytest.approx([5 * 0.01, 5 * 0.01])
+
+
+def test_crds_gradient_leaves_the_scale_of_the_error_alone():
+    """d loss / d v = -(2 clip / beta) beta (beta r_c - a_c) dq / dv with dq / dv = v / 2 over the
+    fixed mean |v|."""
+    live = table(*VELOCITY).requires_grad_()
+    point = renoised(column(*ADVANTAGE))
+    loss, _ = measured_loss(CRD(beta=2.0, kl=0.0), tables(live=live), point)
+    (gradient,) = torch.autograd.grad(loss.sum(), live)
+    for i, v in enumerate(VELOCITY[:3]):
+        gap = 2 * (IMPLICIT[i] - sum(IMPLICIT) / 4) - (OPTIMALITY[i] - sum(OPTIMALITY) / 4)
+        scale = sum(map(abs, v)) / 4
+        expected = [-2.5 * 2 * gap * 2 * x / 2 / scale for x in v]
+        assert gradient[i].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_crd_counts_rows_with_any_decision_to_train_on():
+    """A row without one, which an idle process has, is not in the mean."""
+    objective, policy, point = CRD(kl=0.0), tables(), renoised(column(*ADVANTAGE))
+    alone = objective.couple(point[:3], objective.measure(policy, point[:3])).coupling
+    idle = point.replace(mask=torch.tensor([True, True, True, False])[:, None])
+    whole = objective.couple(idle, objective.measure(policy, idle)).coupling
+    torch.testing.assert_close(whole.optimality[:3], alone.optimality)
+    torch.testing.assert_close(whole.implicit_mean[:3], alone.implicit_mean)
 
 
 # Direct group preference optimisation
 
 
-def test_dgpo_row_by_row(subtests):
+@pytest.mark.parametrize("reference", ["ref", "old"])
+@pytest.mark.parametrize("clip", [None, 0.02])
+@pytest.mark.parametrize("kl", [0.0, 2.0])
+def test_dgpo_row_by_row(reference, clip, kl):
     """sigmoid(S) A d with S = beta mean(A (d - d_ref)), without a gradient where a sample has moved
     far."""
-    for reference in ["ref", "old"]:
-        for clip in [None, 0.02]:
-            for kl in [0.0, 2.0]:
-                with subtests.test(reference=reference, clip=clip, kl=kl):
-                    beta = 3.0
-                    group = [0, 0, 1, 1]
-                    start = [
-                        [0.3, 0.0, 0.1, -0.1],
-                        [0.4, 0.0, 0.2, 0.1],
-                        [-0.2, 0.2, 0.3, 0.1],
-                        [0.2, 0.1, 0.0, -0.1],
-                    ]
-                    tables = {"live": VELOCITY, "old": BEFORE, "ref": start}
-                    error = {
-                        name: [sum(x * x for x in v) / 4 for v in table]
-                        for name, table in tables.items()
-                    }
-                    advantage = [max(-5.0, min(a, 5.0)) for a in ADVANTAGE]
-                    each = [
-                        advantage[i] * beta * (error["live"][i] - error[reference][i])
-                        for i in range(4)
-                    ]
-                    score = [
-                        sum(each[j] for j in range(4) if group[j] == group[i]) / 2 for i in range(4)
-                    ]
-                    weight = [1 / (1 + math.exp(-s)) for s in score]
-                    ratio = [
-                        math.exp(b - d) for b, d in zip(error["old"], error["live"], strict=True)
-                    ]
-                    far = [
-                        clip is not None
-                        and (ratio[i] > 1 + clip if advantage[i] > 0 else ratio[i] < 1 - clip)
-                        for i in range(4)
-                    ]
-                    tables = {
-                        name: torch.tensor(table, dtype=torch.float64)
-                        for name, table in tables.items()
-                    }
-                    live = tables.pop("live").requires_grad_()
-                    objective = DGPO(beta=beta, clip_range=clip, kl=kl, reference=reference)
-                    policy = Velocities(live=live, **tables)
-                    point = renoised(column(*ADVANTAGE)).replace(group=torch.tensor(group))
-                    meter = Meter()
-                    with meter.listening():
-                        with torch.no_grad():
-                            ready = objective.couple(point, objective.measure(policy, point))
-                        loss = objective.loss(policy, ready)
-                    apart = [
-                        sum((x - y) ** 2 for x, y in zip(v, s, strict=True)) / 4
-                        for v, s in zip(VELOCITY, start, strict=True)
-                    ]
-                    expected = [
-                        weight[i] * advantage[i] * error["live"][i] + kl * apart[i]
-                        for i in range(4)
-                    ]
-                    assert loss.flatten().tolist() == pytest.approx(expected, rel=1e-9)
-                    assert meter.mean("dgpo/weight") == pytest.approx(sum(weight) / 4)
-                    if clip:
-                        assert (
-                            meter.mean("clip_fraction") == pytest.approx(sum(far) / 4)
-                            and 0 < sum(far) < 4
-                        )
-                        assert meter.mean("ratio") == pytest.approx(sum(ratio) / 4)
-                    if kl:
-                        assert meter.mean("kl") == pytest.approx(sum(apart) / 4)
-                    loss.sum().backward()
-                    for i in range(4):
-                        slope = 0.0 if far[i] else weight[i] * advantage[i]
-                        gradient = [
-                            slope * x / 2 + kl * (x - s) / 2
-                            for x, s in zip(VELOCITY[i], start[i], strict=True)
-                        ]
-                        assert live.grad[i].tolist() == pytest.approx(gradient, abs=1e-12)
-
-
-def test_dgpo_as_published_and_what_it_keeps_and_refuses():
-    dgpo = DGPO()
-    assert (dgpo.beta, dgpo.clip_range, dgpo.advantage_clip, dgpo.kl, dgpo.num_noise_draws) == (
-        100.0,
-        1e-2,
-        5.0,
-        0.02,
-        4,
-    )
-    assert [dgpo.old_decay(step) for step in (0, 100, 1000)] == pytest.approx([0.0, 0.1, 0.3])
-    options_by_snapshots = {
-        ("ref",): {"clip_range": None},
-        ("old", "ref"): {},
-        ("old",): {"reference": "old", "kl": 0.0, "clip_range": None},
-    }
-    for snapshots, chosen in options_by_snapshots.items():
-        assert DGPO(**chosen).snapshots == snapshots
-    assert DGPO(clip_range=None, behavior_policy="old").snapshots == ("old", "ref")
-    assert DGPO(reference="old").snapshots == ("old", "ref")
-    for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"clip_range": -1.0}):
-        with pytest.raises(UserError, match="must be positive"):
-            DGPO(**wrong)
+    beta = 3.0
+    known = {"live": VELOCITY, "old": BEFORE, "ref": START}
+    error = {name: [sum(x * x for x in v) / 4 for v in rows] for name, rows in known.items()}
+    live, old = error["live"], error["old"]
+    advantage = bounded(ADVANTAGE)
+    each = [advantage[i] * beta * (live[i] - error[reference][i]) for i in range(4)]
+    score = [sum(each[j] for j in range(4) if PAIRED[j] == PAIRED[i]) / 2 for i in range(4)]
+    weight = [1 / (1 + math.exp(-s)) for s in score]
+    ratio = [math.exp(b - d) for b, d in zip(old, live)]
+    far = [
+        clip is not None and (r > 1 + clip if a > 0 else r < 1 - clip)
+        for r, a in zip(ratio, advantage)
+    ]
+    apart = [sum((x - y) ** 2 for x, y in zip(v, s)) / 4 for v, s in zip(VELOCITY, START)]
+    leaf = table(*VELOCITY).requires_grad_()
+    objective = DGPO(beta=beta, clip_range=clip, kl=kl, reference=reference)
+    point = renoised(column(*ADVANTAGE), group=PAIRED)
+    loss, meter = measured_loss(objective, tables(live=leaf), point)
+    expected = [weight[i] * advantage[i] * live[i] + kl * apart[i] for i in range(4)]
+    assert loss.flatten().tolist() == pytest.approx(expected, rel=1e-9)
+    assert meter.mean("dgpo/weight") == pytest.approx(sum(weight) / 4)
+    if clip:
+        assert meter.mean("clip_fraction") == pytest.approx(sum(far) / 4) and 0 < sum(far) < 4
+        assert meter.mean("ratio") == pytest.approx(sum(ratio) / 4)
+    if kl:
+        assert meter.mean("kl") == pytest.approx(sum(apart) / 4)
+    loss.sum().backward()
+    for i in range(4):
+        slope = 0.0 if far[i] else weight[i] * advantage[i]
+        gradient = [slope * x / 2 + kl * (x - s) / 2 for x, s in zip(VELOCITY[i], START[i])]
+        assert leaf.grad[i].tolist() == pytest.approx(gradient, abs=1e-12)
 
 
 # Differentiable rewards
@@ -430,92 +376,66 @@ def walked(**options):
             p.sub_(0.05)
         policy.weights.keep("old")
         rollout = policy.rollout(toys.prompts(2), 2, Rng.of("walk"))
-    return policy, rollout.replace(advantage=torch.zeros(4, 1, dtype=torch.float64))
+    return policy, rollout.replace(advantage=column(1.0, -1.0, 0.5, -0.5))
+
+
+def at_step(rollout, k, state=None):
+    return make_point(
+        group=rollout.group,
+        cond=rollout.cond,
+        row_id=rollout.row_id,
+        state=rollout.latents.states[:, k] if state is None else state,
+        time=rollout.latents.time[:, k],
+        next_time=rollout.latents.time[:, k + 1],
+        noise_level=rollout.latents.noise_level[:, k],
+        mask=rollout.mask[:, :1],
+    )
 
 
 def transitions(policy, rollout, name):
     """(mean, std) of every step of the path under these weights."""
-    steps = []
     with policy.weights.using(name), torch.no_grad():
-        for k in range(3):
-            state = make_point(
-                group=rollout.group,
-                cond=rollout.cond,
-                row_id=rollout.row_id,
-                state=rollout.latents.states[:, k],
-                time=rollout.latents.time[:, k],
-                next_time=rollout.latents.time[:, k + 1],
-                noise_level=rollout.latents.noise_level[:, k],
-                mask=rollout.mask[:, :1],
-            )
-            dist = policy.dist(state)
-            steps.append((dist.mean, dist.std))
-    return steps
+        dists = [policy.dist(at_step(rollout, k)) for k in range(3)]
+    return [(dist.mean, dist.std) for dist in dists]
 
 
-DIVERGENCE = {  # of Gaussians that are d standard deviations apart
-    "kl": lambda d2: d2 / 2,
-    "hellinger": lambda d2: 1 - math.exp(-d2 / 8),
-    "total_variation": lambda d2: math.erf(math.sqrt(d2) / (2 * math.sqrt(2))),
-    "chi2": lambda d2: math.exp(d2) - 1,
-}
-
-
-def test_draft_pays_for_the_mean_divergence_of_its_steps(subtests):
+@pytest.mark.parametrize("kernel", [flow_sde, ode])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_draft_pays_for_the_mean_divergence_of_its_steps(kernel, divergence):
     """Per dimension; a step without noise counts as if the clean prediction had variance 1/2."""
-    for kernel in [flow_sde, ode]:
-        for divergence in DIVERGENCE:
-            with subtests.test(kernel=kernel, divergence=divergence):
-                policy, rollout = walked(sde_type=kernel)
-                losses = []
-                for kl in (0.0, 2.0):
-                    objective = Draft(last=2, kl=kl, divergence=divergence)
-                    objective.attach(toys.smooth_reward)
-                    (point,) = objective.points(policy, rollout, Rng.of(0))
-                    losses.append(objective.loss(policy, point)[:, 0])
-                assert losses[0].tolist() == pytest.approx(
-                    (-toys.smooth_reward(rollout.sample, None)).tolist(), abs=1e-9
-                )
-                paid = torch.zeros(4, dtype=torch.float64)
-                pairs = list(
-                    zip(
-                        transitions(policy, rollout, "live"),
-                        transitions(policy, rollout, "ref"),
-                        strict=True,
-                    )
-                )
-                for k, ((mean, std), (base, _)) in list(enumerate(pairs))[1:]:
-                    for row in range(4):
-                        length = float(
-                            rollout.latents.time[row, k] - rollout.latents.time[row, k + 1]
-                        )
-                        scale = float(std[row]) if float(std[row]) > 0 else length * math.sqrt(0.5)
-                        paid[row] += (
-                            DIVERGENCE[divergence](
-                                float(((mean[row] - base[row]) / scale).square().mean())
-                            )
-                            / 2
-                        )
-                torch.testing.assert_close(losses[1] - losses[0], 2 * paid, atol=1e-9, rtol=1e-7)
+    policy, rollout = walked(sde_type=kernel)
+    losses = []
+    for kl in (0.0, 2.0):
+        objective = Draft(last=2, kl=kl, divergence=divergence)
+        objective.attach(toys.smooth_reward)
+        (point,) = objective.points(policy, rollout, Rng.of(0))
+        losses.append(objective.loss(policy, point)[:, 0])
+    torch.testing.assert_close(losses[0], -toys.smooth_reward(rollout.sample, None))
+    paid = torch.zeros(4, dtype=torch.float64)
+    live, base = (transitions(policy, rollout, name) for name in ("live", "ref"))
+    for k in (1, 2):
+        length = rollout.latents.time[:, k] - rollout.latents.time[:, k + 1]
+        std = live[k][1][:, 0]
+        scale = torch.where(std > 0, std, length * math.sqrt(0.5))
+        apart = ((live[k][0] - base[k][0]) / scale[:, None]).square().mean(1)
+        paid += DIVERGENCES[divergence](apart) / 2
+    torch.testing.assert_close(losses[1] - losses[0], 2 * paid, atol=1e-9, rtol=1e-7)
 
 
-@pytest.mark.parametrize("sde", [all_steps, all_but_last])
-@pytest.mark.parametrize("strength", [None, 0.5])
-def test_adjoint_matchings_loss_step_by_step(strength, sde):
+@pytest.mark.parametrize("window", [all_steps, all_but_last])
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_adjoint_matchings_loss_step_by_step(strength, window):
     """1/2 |(mean - base) / std + std a|^2 per dimension; a carried back by Jacobians of the base's
     means."""
-    policy, rollout = walked(sde_type=memoryless, noise_level=1.0, noise_window=sde)
-    objective = AdjointMatching() if strength is None else AdjointMatching(strength=strength)
+    policy, rollout = walked(sde_type=memoryless, noise_level=1.0, noise_window=window)
+    objective = AdjointMatching(**({} if strength == 1 else {"strength": strength}))
     objective.attach(toys.smooth_reward)
     (point,) = objective.points(policy, rollout, Rng.of(0))
-    meter = Meter()
-    with meter.listening():
-        computed = objective.loss(policy, point)[:, 0]
-    assert meter.mean("reward/differentiated") == pytest.approx(
-        toys.smooth_reward(rollout.sample, None).mean().item()
-    )
+    computed, meter = measured_loss(objective, policy, point)
     end = rollout.sample.clone().requires_grad_()
-    (adjoint,) = torch.autograd.grad(-(strength or 1.0) * toys.smooth_reward(end, None).sum(), end)
+    earned = toys.smooth_reward(end, None)
+    assert meter.mean("reward/differentiated") == pytest.approx(earned.mean().item())
+    (adjoint,) = torch.autograd.grad(-strength * earned.sum(), end)
     live, base = (transitions(policy, rollout, name) for name in ("live", "ref"))
     expected = torch.zeros(4, dtype=torch.float64)
     for k in (2, 1, 0):
@@ -524,38 +444,43 @@ def test_adjoint_matchings_loss_step_by_step(strength, sde):
             expected += 0.5 * ((mean - start) / std + std * adjoint).square().mean(1)
 
         def base_mean(x, k=k):
-            state = make_point(
-                group=rollout.group,
-                cond=rollout.cond,
-                row_id=rollout.row_id,
-                state=x,
-                time=rollout.latents.time[:, k],
-                next_time=rollout.latents.time[:, k + 1],
-                noise_level=rollout.latents.noise_level[:, k],
-                mask=rollout.mask[:, :1],
-            )
-            return policy.dist(state).mean
+            return policy.dist(at_step(rollout, k, x)).mean
 
         with policy.weights.using("ref"):
             # [B, 2, B, 2]
             jacobian = torch.autograd.functional.jacobian(base_mean, rollout.latents.states[:, k])
         adjoint = torch.einsum("bibj,bi->bj", jacobian, adjoint)
-    torch.testing.assert_close(computed, expected, atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(computed[:, 0], expected, atol=1e-9, rtol=1e-7)
 
 
-@pytest.mark.parametrize("objective", [Draft, AdjointMatching])
-def test_without_a_differentiable_reward_nothing_can_be_followed(objective):
+@pytest.mark.parametrize("make", [Draft, AdjointMatching])
+def test_without_a_differentiable_reward_nothing_can_be_followed(make):
     policy, rollout = walked(sde_type=memoryless, noise_level=1.0)
-    built = objective()
+    built = make()
     (point,) = built.points(policy, rollout, Rng.of(0))
     with pytest.raises(UserError, match="needs a differentiable reward"):
         built.loss(policy, point)
     built.attach(lambda sample, prompts: torch.zeros(len(sample)))
     with pytest.raises(UserError, match="gives no gradient"):
         built.loss(policy, point)
+    tokens = toys.make("causal", double=True)
+    with torch.no_grad():
+        rollout = tokens.rollout(toys.prompts(2), 2, Rng.of("walk"))
+    with pytest.raises(UserError, match="follows the sampler's steps"):
+        make().points(tokens, rollout, Rng.of(0))
 
 
-# A trust region by divergence
+def test_divergences_of_equal_and_of_far_means():
+    for name in DIVERGENCES:
+        distance = column(0.0).requires_grad_()
+        value = DIVERGENCES[name](distance)
+        value.sum().backward()
+        assert value.item() == pytest.approx(0.0, abs=1e-6) and distance.grad.isfinite().all()
+    assert DIVERGENCES["chi2"](column(1e4)).isfinite().all()
+    assert DIVERGENCES["hellinger"](column(1e4)).item() == 1.0
+
+
+# Steps of a path
 
 
 def test_flow_dppo_of_an_unchanged_ratio_is_never_dropped():
@@ -567,160 +492,35 @@ def test_flow_dppo_of_an_unchanged_ratio_is_never_dropped():
     assert edge.flatten().tolist() == [0.0, 0.0], "the threshold itself is reached"
 
 
-def test_flow_dppo_is_seen_by_the_gate_and_refuses_what_is_not_positive():
+@pytest.mark.parametrize("make", [FlowDPPO, D3PO, PolicyGradient])
+def test_log_ratios_are_seen_by_the_gate(make):
     policy, rollout = walked()
-    point = next(iter(FlowDPPO().points(policy, rollout, Rng.of(0))))
-    point = point.replace(logprob=point.logprob - 0.25, advantage=column(*[1.0] * len(point)))
-    meter = Meter()
-    with meter.listening():
-        FlowDPPO().loss(policy, point)
-    assert meter.top("log_ratio") == pytest.approx(0.25) and meter.mean("ratio") == pytest.approx(
-        math.exp(0.25)
-    )
-    assert meter.mean("kl_old") == 0.0
-    for wrong in ({"threshold": 0.0}, {"advantage_clip": 0.0}):
-        with pytest.raises(UserError, match="must be positive"):
-            FlowDPPO(**wrong)
+    point = next(iter(make().points(policy, rollout, Rng.of(0))))
+    with Meter().listening() as meter:
+        make().loss(policy, point.replace(logprob=point.logprob - 0.25))
+    assert meter.top("log_ratio") == pytest.approx(0.25)
+    if make is FlowDPPO:
+        assert meter.mean("ratio") == pytest.approx(math.exp(0.25)) and meter.mean("kl_old") == 0.0
 
 
-@pytest.mark.parametrize("gap", [1000.0, 15.0, -15.0, -1000.0])
-def test_a_bounded_kl_of_far_log_probs_has_a_finite_gradient(gap):
-    logp = column(0.0).requires_grad_()
-    kl = estimate(logp, column(gap), "k3", bounded=True)
-    assert kl.item() == 10.0
-    kl.sum().backward()
-    assert logp.grad.item() == 0.0
-    near = estimate(column(0.0), column(0.5), "k3", bounded=True).item()
-    assert (
-        near
-        == pytest.approx(math.exp(0.5) - 1.5)
-        == estimate(column(0.0), column(0.5), "k3").item()
-    )
-    assert estimate(column(0.0), column(3.0), "k3").item() == pytest.approx(math.exp(3.0) - 4)
+@pytest.mark.parametrize("shift", [0.25, -0.25])
+def test_ratios_beyond_the_clip_are_counted_on_both_sides(shift):
+    policy, rollout = walked()
+    point = next(iter(PolicyGradient().points(policy, rollout, Rng.of(0))))
+    point = point.replace(logprob=point.logprob - shift, advantage=column(*[1.0] * 4))
+    sides = (0.2, 1.0), ((0.2, 9.0), float(shift < 0)), ((0.9, 0.2), float(shift > 0))
+    for clip, fraction in sides:
+        with Meter().listening() as meter:
+            PolicyGradient(clip_range=clip).loss(policy, point)
+        assert meter.mean("clip_fraction") == fraction
 
 
-def test_the_weight_of_a_kl_goes_on_a_line_from_start():
-    kl = KL(weight=0.5, start=0.1, over=4)
-    assert [kl.at(n) for n in (0, 1, 4, 9)] == pytest.approx([0.1, 0.2, 0.5, 0.5])
-    assert [KL(weight=0.5).at(n) for n in (0, 9)] == [0.5, 0.5]
-    assert KL(weight=0.5, over=2).at(1) == 0.25 and KL().at(0) == 0.0 and KL().form is None
-
-
-# Tokens that are held back
-
-
-def covariances(values, known=None):
-    """Tokens of one row with these covariances."""
-    point = answers([[0.0] * len(values)])
-    return torch.tensor([values]), point.replace(
-        coupling=None if known is None else Drawing(draw=torch.tensor([known]))
-    )
-
-
-def test_clip_cov_draws_from_the_tokens_inside_its_window():
-    values = [-2.0, 0.5, 2.0, 6.0, 3.0, 1.0, 5.0, 4.0]
-    known = [0.1, 0.2, 0.7, 0.3, 0.4, 0.05, 0.06, 0.9]
-    covariance, point = covariances(values, known)
-    every = torch.zeros(8)
-    inside = [2, 4, 7]  # between 1 and 5
-    for share, count in ((1.0, 3), (0.25, 2), (1e-4, 1)):
-        drawn = sorted(inside, key=lambda i: known[i])[:count]
-        chosen = ClipCov(share=share).chosen(every, covariance, point)
-        assert chosen[0].nonzero()[:, 0].tolist() == sorted(drawn)
-    assert not ClipCov(low=10.0, high=11.0).chosen(every, covariance, point).any()
-    masked = point.replace(mask=point.mask & (torch.arange(8) != 4))
-    assert ClipCov(share=1.0).chosen(every, covariance, masked)[0].nonzero()[:, 0].tolist() == [
-        2,
-        7,
-    ]
-    assert (ClipCov().share, ClipCov().low, ClipCov().high) == (2e-4, 1.0, 5.0)
-
-
-def test_kl_cov_takes_the_highest_covariances_and_at_least_one():
-    values = [-2.0, 0.5, 2.0, 6.0, 3.0, 1.0, 5.0, 4.0]
-    covariance, point = covariances(values)
-    for share, chosen in ((1e-4, [3]), (0.25, [3, 6]), (0.5, [3, 4, 6, 7]), (1.0, list(range(8)))):
-        computed = KLCov(share=share).chosen(torch.tensor(values), covariance, point)
-        assert computed[0].nonzero()[:, 0].tolist() == chosen
-    assert (KLCov().share, KLCov().weight) == (2e-4, 1.0)
-
-
-# Defaults of the papers and options that mean nothing
-
-
-def test_as_published():
-    for objective, published in (
-        (FPO(), {"clip_range": 0.05, "advantage_clip": 5.0, "num_noise_draws": 8}),
-        (NFT(), {"beta": 1.0, "advantage_clip": 5.0, "kl": 1e-4, "num_noise_draws": 9, "decay": 1}),
-        (
-            CRD(),
-            {
-                "beta": 1.0,
-                "advantage_clip": 5.0,
-                "kl": 0.1,
-                "ref_guidance": 1.0,
-                "num_noise_draws": 4,
-                "centre": "group",
-            },
-        ),
-        (D3PO(), {"beta": 0.1}),
-        (DiffusionDPO(), {"beta": 100.0, "num_noise_draws": 1}),
-        (FlowDPPO(), {"threshold": 1e-5, "advantage_clip": 5.0, "std": "exact"}),
-        (Guard(), {"clip_range": 2e-6, "balance": True}),
-        (Importance(), {"level": "token", "cap": 3.0, "floor": 0.0}),
-    ):
-        options = {name: getattr(objective, name) for name in published}
-        assert options == published, type(objective).__name__
-
-
-def test_surrogates_as_published():
-    """Their defaults, by the loss: GMPO's bounds of 0.4, SAPO's and VESPO's temperatures by the
-    sign of A."""
-    old = torch.zeros(1, 1, dtype=torch.float64)
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    up = column(1.0)
-    down = column(-1.0)
-    far = column(2.0)
-    back = column(-2.0)
-    assert gmpo(far, old, up, mask).item() == pytest.approx(-math.exp(0.4))
-    assert gmpo(back, old, down, mask).item() == pytest.approx(math.exp(-0.4))
-    half = column(math.log(1.5))
-    for advantage, tau in ((up, 1.0), (down, 1.05)):
-        gate = 4 / tau / (1 + math.exp(-tau * 0.5))
-        assert sapo(half, old, advantage, mask).item() == pytest.approx(-advantage.item() * gate)
-    for advantage, (k, rate) in ((up, (2.0, 3.0)), (down, (3.0, 2.0))):
-        weight = math.exp(rate) * 1.5**k * math.exp(-rate * 1.5)
-        assert vespo(half, old, advantage, mask).item() == pytest.approx(
-            -weight * advantage.item() * math.log(1.5)
-        )
-
-
-@pytest.mark.parametrize(
-    ("objective", "wrong"),
-    [
-        (FPO, {"clip_range": 0.0}),
-        (FPO, {"clip_range": (0.1, 0.0)}),
-        (FPO, {"advantage_clip": 0.0}),
-        (D3PO, {"beta": 0.0}),
-        (DiffusionDPO, {"beta": 0.0}),
-        (SePPO, {"beta": 0.0}),
-        (NFT, {"beta": 0.0}),
-        (NFT, {"advantage_clip": 0.0}),
-        (RewardWeightedRegression, {"beta": 0.0}),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(objective, wrong):
-    with pytest.raises(UserError, match="must be positive"):
-        objective(**wrong)
-
-
-@pytest.mark.parametrize("objective", [Draft, AdjointMatching])
-def test_paths_of_tokens_cannot_be_followed(objective):
-    policy = toys.make("causal", double=True)
-    with torch.no_grad():
-        rollout = policy.rollout(toys.prompts(2), 2, Rng.of("walk"))
-    with pytest.raises(UserError, match="follows the sampler's steps"):
-        objective().points(policy, rollout, Rng.of(0))
+def test_guards_ratio_of_a_step_without_noise_is_one():
+    zero = torch.zeros(2, 3)
+    old = Gaussian(zero, torch.zeros(2, 1))
+    assert normalised(Gaussian(zero + 0.5, torch.zeros(2, 1)), old, zero).abs().max() == 0
+    with pytest.raises(UserError, match="compares means"):
+        normalised(old, Categorical(torch.zeros(2, 2, 3)), zero)
 
 
 @pytest.mark.parametrize("parts", [10, 100])
@@ -734,84 +534,121 @@ def test_a_share_of_the_decisions_is_rounded_down_exactly(parts):
             assert chosen[0].tolist() == [True] * count + [False] * (n - count), (n, k)
 
 
-def test_surrogates_by_bounds_and_small_advantages():
+# Preferences and fits
+
+
+def test_d3po_tells_the_log_how_it_prefers():
+    policy, rollout = walked()
+    objective = D3PO()
+    point = next(iter(objective.points(policy, rollout, Rng.of(0))))
+    with Meter().listening() as meter:
+        objective.couple(point, column(0.2, -0.1, -0.3, 0.1))
+    losses = [math.log1p(math.exp(-0.1 * margin)) for margin in (0.3, -0.4)]
+    assert meter.mean("dpo/right") == 0.5
+    assert meter.mean("dpo/loss") == pytest.approx(sum(losses) / 2)
+
+
+def test_nft_tells_the_log_how_far_it_went():
+    live = table(*VELOCITY)
+    policy = Velocities(live=live, old=live, ref=live + 0.5)
+    _, meter = measured_loss(NFT(kl=1.0), policy, renoised(column(*ADVANTAGE)))
+    assert meter.mean("kl") == pytest.approx(0.25) and meter.mean("nft/moved") == 0.0
+
+
+def test_a_preference_is_right_where_the_better_sample_fits_better():
+    live = table([0.1] * 4, [0.3] * 4, [0.4] * 4, [0.2] * 4)
+    policy = Velocities(live=live, ref=torch.full((4, 4), 0.25, dtype=torch.float64))
+    point = renoised(column(1.0, -1.0, 1.0, -1.0), group=PAIRED)
+    objective = DiffusionDPO(beta=1.0)
+    with Meter().listening() as meter:
+        ready = objective.couple(point, objective.measure(policy, point))
+    margins = [0.01 - 0.09, 0.16 - 0.04]  # the better one's error less the worse one's
+    losses = [math.log1p(math.exp(m / 2)) for m in margins]
+    assert meter.mean("dpo/right") == 0.5
+    assert meter.mean("dpo/loss") == pytest.approx(sum(losses) / 2)
+    first, second = (1 / (1 + math.exp(-m / 2)) for m in margins)
+    slope = ready.coupling.slope.flatten().tolist()
+    assert slope == pytest.approx([first, -first, second, -second])
+
+
+def test_fpo_clips_ratio_and_advantage_row_by_row():
+    """The mean over a row's draws has one ratio; beyond the clip there is no gradient left."""
+    advantage = [7.0, -7.0, 1.0, -1.0]
+    point = renoised(column(*advantage))
+    measured = column(0.2, 0.2, 0.0, -0.2, 0.1, 0.1, 0.02, 0.0)
+    with Meter().listening() as meter:
+        ready = FPO(clip_range=(0.05, 0.12)).couple(Point.cat([point, point]), measured)
+    mean = [0.15, 0.15, 0.01, -0.1]
+    far = [True, False, False, True]
+    kept = [a * math.exp(m) for a, m in zip(bounded(advantage), mean)]
+    expected = [0.0 if out else x for x, out in zip(kept, far)]
+    assert ready.coupling.slope[:, 0].tolist() == pytest.approx(expected * 2)
+    assert meter.mean("clip_fraction") == 0.5 and meter.top("log_ratio") == pytest.approx(0.15)
+
+
+# Surrogates and KLs
+
+
+def test_surrogates_at_single_tokens():
+    """Their defaults, by the loss; GMPO leaves the other side free; SAPO's and VESPO's temperatures
+    are by the sign of A."""
     old = torch.zeros(1, 1, dtype=torch.float64)
     mask = torch.ones(1, 1, dtype=torch.bool)
-    assert gspo(column(1.0), old, column(1.0), mask).item() == pytest.approx(-(1 + 4e-4), abs=1e-12)
-    assert gspo(column(-1.0), old, column(-1.0), mask).item() == pytest.approx(1 - 3e-4, abs=1e-12)
-    assert gmpo(
-        column(1.0), old, column(0.5), mask, clip_low=0.1, clip_high=None
-    ).item() == pytest.approx(-0.5 * math.exp(0.1))
-    assert gmpo(
-        column(1.0), old, column(0.5), mask, clip_low=0.1, clip_high=0.2
-    ).item() == pytest.approx(-0.5 * math.exp(0.2))
-    assert gmpo(column(1.0), old, column(-0.5), mask).item() == pytest.approx(0.5 * math.e), (
-        "the other side is free"
-    )
+    half = math.log(1.5)
+    low, high = {"clip_low": 0.1, "clip_high": None}, {"clip_low": 0.1, "clip_high": 0.2}
+    rows = [  # surrogate, log-ratio, advantage, options, loss
+        (gspo, 1.0, 1.0, {}, -(1 + 4e-4)),
+        (gspo, -1.0, -1.0, {}, 1 - 3e-4),
+        (gmpo, 2.0, 1.0, {}, -math.exp(0.4)),
+        (gmpo, -2.0, -1.0, {}, math.exp(-0.4)),
+        (gmpo, 1.0, 0.5, low, -0.5 * math.exp(0.1)),
+        (gmpo, 1.0, 0.5, high, -0.5 * math.exp(0.2)),
+        (gmpo, 1.0, -0.5, {}, 0.5 * math.e),
+    ]
+    for a, tau, (k, rate) in ((1.0, 1.0, (2.0, 3.0)), (-1.0, 1.05, (3.0, 2.0))):
+        rows.append((sapo, half, a, {}, -a * 4 / tau / (1 + math.exp(-tau * 0.5))))
+        weight = math.exp(rate) * 1.5**k * math.exp(-rate * 1.5)
+        rows.append((vespo, half, a, {}, -weight * a * half))
+    for surrogate, gap, advantage, options, loss in rows:
+        found = surrogate(column(gap), old, column(advantage), mask, **options)
+        assert found.item() == pytest.approx(loss), (surrogate, gap)
     empty = row_mean(torch.ones(2, 3), torch.tensor([[False] * 3, [True, True, False]]))
     assert empty.tolist() == [[0.0], [1.0]]
 
 
-def samples(ratio, advantage, group):
-    ratio, advantage = (torch.tensor(x).double() for x in (ratio, advantage))
-    return Samples(
-        ratio, ratio, advantage, torch.ones_like(ratio).long(), Groups(torch.tensor(group))
-    )
+@pytest.mark.parametrize("gap", [1000.0, 15.0, -15.0, -1000.0])
+def test_a_bounded_kl_of_far_log_probs_has_a_finite_gradient(gap):
+    logp = column(0.0).requires_grad_()
+    kl = estimate(logp, column(gap), "k3", bounded=True)
+    assert kl.item() == 10.0
+    kl.sum().backward()
+    assert logp.grad.item() == 0.0
+    for bounded, far, value in ((True, 0.5, math.exp(0.5) - 1.5), (False, 3.0, math.exp(3.0) - 4)):
+        near = estimate(column(0.0), column(far), "k3", bounded)
+        assert near.item() == pytest.approx(value)
 
 
-def test_real_group_by_group():
-    """Groups with both kinds of answers, with good ones only, with bad ones only; an advantage of 0
-    is neither."""
-    score = [0.3, -0.2, 0.5, 0.1, -0.4, 0.7, 0.2]
-    advantage = [1.0, -2.0, 0.0, 0.5, 1.0, -1.0, -0.5]
-    group = [0, 0, 0, 1, 1, 2, 2]
-    good = math.log1p(math.exp(-0.3))
-    bad = math.log1p(math.exp(-0.2))
-    computed = REAL(tau=1.0).of_group(samples(score, advantage, group))
-    assert computed.tolist() == pytest.approx([good + bad] * 3 + [0.0] * 4, abs=1e-7)
+# Tokens that are held back
+
+COVARIANCE = [-2.0, 0.5, 2.0, 6.0, 3.0, 1.0, 5.0, 4.0]
 
 
-def blank():
-    """A rollout that is not read, of single samples."""
-    name = torch.arange(2)
-    zero = torch.zeros(2, 2)
-    return make_rollout(group=name, row_id=name, sample=zero, logprob=zero, mask=zero == 0)
+def held(objective, point):
+    chosen = objective.chosen(torch.tensor(COVARIANCE), torch.tensor([COVARIANCE]), point)
+    return chosen[0].nonzero()[:, 0].tolist()
 
 
-class Parts:
-    """A policy whose one row of two is scored in two passes."""
-
-    capabilities = Capabilities("categorical")
-
-    def path(self, rollout):
-        point = answers([[0.0, 0.0], [0.0, 0.0]], advantage=column(1.0, 1.0))
-        yield point.replace(num_decisions=torch.tensor([2, 3]))
-
-
-def test_whole_answers_are_wanted_of_every_row():
-    """Of a policy that says it scores a row in one pass."""
-    with pytest.raises(UserError, match="whole samples"):
-        list(PolicyGradient(surrogate=gspo).points(Parts(), blank(), Rng.of(0)))
-
-
-def test_what_preferences_and_nft_tell_the_log():
-    policy, rollout = walked()
-    rollout = rollout.replace(advantage=column(1.0, -1.0, 0.5, -0.5))
-    objective = D3PO()
-    meter = Meter()
-    point = next(iter(objective.points(policy, rollout, Rng.of(0))))
-    measured = column(0.2, -0.1, -0.3, 0.1)
-    with meter.listening():
-        objective.couple(point, measured)
-    assert meter.mean("dpo/right") == 0.5
-    losses = [math.log1p(math.exp(-0.1 * margin)) for margin in (0.3, -0.4)]
-    assert meter.mean("dpo/loss") == pytest.approx(sum(losses) / 2)
-    live = torch.tensor(VELOCITY, dtype=torch.float64)
-    policy = Velocities(live=live, old=live, ref=live + 0.5)
-    meter = Meter()
-    with meter.listening():
-        NFT(kl=1.0).loss(policy, renoised(column(*ADVANTAGE)))
-    assert meter.mean("kl") == pytest.approx(0.25) and meter.mean("nft/moved") == 0.0
+def test_tokens_inside_a_window_or_of_the_highest_covariance_are_held():
+    known = [0.1, 0.2, 0.7, 0.3, 0.4, 0.05, 0.06, 0.9]
+    point = answers([[0.0] * 8]).replace(coupling=Drawing(draw=torch.tensor([known])))
+    # 2, 4 and 7 are between 1 and 5; those with the least number are drawn
+    for share, drawn in ((1.0, [2, 4, 7]), (0.25, [2, 4]), (1e-4, [4])):
+        assert held(ClipCov(share=share), point) == drawn
+    assert held(ClipCov(low=10.0, high=11.0), point) == []
+    masked = point.replace(mask=point.mask & (torch.arange(8) != 4))
+    assert held(ClipCov(share=1.0), masked) == [2, 7]
+    for share, chosen in ((1e-4, [3]), (0.25, [3, 6]), (0.5, [3, 4, 6, 7]), (1.0, [*range(8)])):
+        assert held(KLCov(share=share), point) == chosen
 
 
 # The objective of text
@@ -835,10 +672,8 @@ class Spoken(Swapping):
 
 def spoken(width=None):
     """Four rows of up to three tokens of a vocabulary of five, recorded under the old weights."""
-    tables = {
-        name: Rng.of(name).normal(torch.arange(4), (3, 5), dtype=torch.float64)
-        for name in ("live", "ref", "old")
-    }
+    names = ("live", "ref", "old")
+    tables = {n: Rng.of(n).normal(torch.arange(4), (3, 5), dtype=torch.float64) for n in names}
     policy = Spoken(**tables)
     policy.pass_sizes.rows = width
     row = torch.arange(4)
@@ -852,329 +687,135 @@ def spoken(width=None):
         advantage=column(1.0, -1.0, 0.0, 2.0),
         prompts=[{}, {}],
     )
-    return policy, rollout, tables
+    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
+    return policy, rollout, point, {name: x.log_softmax(-1) for name, x in tables.items()}
+
+
+HELD = table([1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0])
 
 
 def test_entropy_and_kl_of_text_by_hand():
-    policy, rollout, tables = spoken()
-    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
-    logp, ref = (tables[name].log_softmax(-1) for name in ("live", "ref"))
+    policy, rollout, point, logs = spoken()
+    logp, ref = logs["live"], logs["ref"]
     mask = rollout.mask
     plain = PolicyGradient().loss(policy, point)
     entropy = torch.where(mask, -(logp.exp() * logp).sum(-1), 0.0)
     u = (ref - logp)[..., 0]
+    k3 = torch.where(mask, u.exp() - u - 1, 0.0)
+    exact = torch.where(mask, (logp.exp() * (logp - ref)).sum(-1), 0.0)
     ratio = (logp[..., 0] - rollout.logprob).exp()
-    expected = torch.maximum(-rollout.advantage * ratio, -rollout.advantage * ratio.clamp(0.8, 1.2))
+    advantage = rollout.advantage
+    expected = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
     torch.testing.assert_close(plain[mask], expected[mask])
-    for objective, extra in (
-        (PolicyGradient(entropy=0.5), -0.5 * entropy),
-        (PolicyGradient(kl=0.3), 0.3 * torch.where(mask, u.exp() - u - 1, 0.0)),
-        (
-            PolicyGradient(kl=KL(weight=0.3, form="exact")),
-            0.3 * torch.where(mask, (logp.exp() * (logp - ref)).sum(-1), 0.0),
-        ),
-        (
-            PolicyGradient(kl=KL(weight=0.3, corrected=True)),
-            0.3 * ratio * torch.where(mask, u.exp() - u - 1, 0.0),
-        ),
+    for options, extra, kl in (
+        ({"entropy": 0.5}, -0.5 * entropy, None),
+        ({"kl": 0.3}, 0.3 * k3, k3),
+        ({"kl": KL(weight=0.3, form="exact")}, 0.3 * exact, exact),
+        ({"kl": KL(weight=0.3, corrected=True)}, 0.3 * ratio * k3, k3),
     ):
-        meter = Meter()
-        with meter.listening():
+        objective = PolicyGradient(**options)
+        with Meter().listening() as meter:
             loss = objective.loss(policy, point)
         torch.testing.assert_close((loss - plain)[mask], extra[mask])
         assert meter.mean("entropy") == pytest.approx(float(entropy[mask].mean()))
-        if objective.kl.weight:
-            assert meter.mean("kl") == pytest.approx(
-                float((extra if not objective.kl.corrected else extra / ratio)[mask].mean() / 0.3)
-            )
+        if kl is not None:
+            assert meter.mean("kl") == pytest.approx(float(kl[mask].mean()))
             assert objective.snapshots == ("ref",)
 
 
 def test_clipped_tokens_are_counted_by_the_side_they_leave():
-    policy, rollout, tables = spoken()
-    ratio = torch.tensor(
-        [[1.5, 0.5, 1.0], [1.5, 0.5, 9.0], [1.5, 9.0, 9.0], [1.5, 1.1, 0.5]], dtype=torch.float64
-    )
-    logp = tables["live"].log_softmax(-1)[..., 0]
-    rollout = rollout.replace(logprob=logp - ratio.log(), advantage=column(0.5, -1.0, 0.0, 2.0))
-    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
-    meter = Meter()
-    with meter.listening():
+    policy, _, point, logs = spoken()
+    ratio = table([1.5, 0.5, 1.0], [1.5, 0.5, 9.0], [1.5, 9.0, 9.0], [1.5, 1.1, 0.5])
+    logp = logs["live"][..., 0]
+    point = point.replace(logprob=logp - ratio.log(), advantage=column(0.5, -1.0, 0.0, 2.0))
+    with Meter().listening() as meter:
         PolicyGradient().loss(policy, point)
-    assert meter.mean("clip/high") == pytest.approx(2 / 9), "1.5 where A > 0, twice of nine tokens"
-    assert meter.mean("clip/low") == pytest.approx(1 / 9) and meter.mean(
-        "clip_fraction"
-    ) == pytest.approx(3 / 9)
-    assert meter.mean("ratio") == pytest.approx(float(ratio[rollout.mask].mean()))
+    # 1.5 where A > 0, twice of nine tokens
+    counts = {"clip/high": 2 / 9, "clip/low": 1 / 9, "clip_fraction": 3 / 9}
+    assert {name: meter.mean(name) for name in counts} == pytest.approx(counts)
+    assert meter.mean("ratio") == pytest.approx(float(ratio[point.mask].mean()))
 
 
 @pytest.mark.parametrize("width", [None, 1, 3])
 def test_a_kl_in_the_reward_is_that_of_the_sampled_sequence(width):
-    policy, rollout, tables = spoken(width)
+    policy, rollout, _, logs = spoken(width)
     rewards = Rewards({"right": torch.ones(4, dtype=torch.float64)}, {"right": 2.0})
     shaped = PolicyGradient(kl=KL(weight=0.3, where="reward")).shaped(policy, rollout, rewards)
-    gap = rollout.logprob - tables["ref"].log_softmax(-1)[..., 0]
+    gap = rollout.logprob - logs["ref"][..., 0]
     torch.testing.assert_close(shaped["kl"], torch.where(rollout.mask, gap, 0.0).sum(1))
-    assert shaped.weights == {"right": 2.0, "kl": -0.3} and torch.equal(
-        shaped["right"], rewards["right"]
-    )
+    assert shaped.weights == {"right": 2.0, "kl": -0.3}
+    assert torch.equal(shaped["right"], rewards["right"])
     for objective in (PolicyGradient(kl=0.3), PolicyGradient(kl=KL(where="reward"))):
         assert objective.shaped(policy, rollout, rewards) is rewards
 
 
-@pytest.mark.parametrize("top", [0.2, 0.5, 0.75])
+@pytest.mark.parametrize("top", [0.2, 0.5, 0.6])
 def test_tokens_of_high_entropy_lie_above_the_quantile(top):
-    policy, rollout, _ = spoken()
-    objective = PolicyGradient(top_entropy=top)
-    (point,) = objective.points(policy, rollout, Rng.of(0))
+    policy, _, point, _ = spoken()
+    objective, mask = PolicyGradient(top_entropy=top), point.mask
     measured = objective.measure(policy, point)
     known = objective.couple(point, measured).coupling.weight
-    edge = torch.quantile(measured[rollout.mask], 1 - top)
-    assert torch.equal(known[rollout.mask] == 1, measured[rollout.mask] >= edge)
+    edge = torch.quantile(measured[mask], 1 - top)
+    assert torch.equal(known[mask] == 1, measured[mask] >= edge)
     plain = PolicyGradient().loss(policy, point)
-    torch.testing.assert_close(
-        objective.loss(policy, point.replace(coupling=TokenWeights(weight=known)))[rollout.mask],
-        (plain * known)[rollout.mask],
-    )
+    loss = objective.loss(policy, point.replace(coupling=TokenWeights(weight=known)))
+    torch.testing.assert_close(loss[mask], (plain * known)[mask])
     assert objective.couples(policy) == "groups" and not PolicyGradient().couples(policy)
-    assert objective.couple(point.replace(mask=point.mask & False), measured).coupling is None
+    assert objective.couple(point.replace(mask=mask & False), measured).coupling is None
 
 
-def test_surrogates_of_tokens_take_rows_in_parts():
-    assert len(list(PolicyGradient().points(Parts(), blank(), Rng.of(0)))) == 1
-
-
-def test_kl_cov_pays_for_the_log_ratio_of_the_tokens_it_holds():
-    policy, rollout, tables = spoken()
-    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
-    known = torch.tensor(
-        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]], dtype=torch.float64
-    )
-    gap = tables["live"].log_softmax(-1)[..., 0] - rollout.logprob
-    expected = -rollout.advantage * gap.exp() + 0.25 * known * gap.abs()
-    loss = KLCov(weight=0.25).loss(policy, point.replace(coupling=HeldBack(held=known)))
-    torch.testing.assert_close(loss[rollout.mask], expected[rollout.mask])
-
-
-@pytest.mark.parametrize("shift", [0.25, -0.25])
-def test_ratios_beyond_the_clip_are_counted_on_both_sides(shift):
-    policy, rollout = walked()
-    rollout = rollout.replace(advantage=column(1.0, 1.0, 1.0, 1.0))
-    point = next(iter(PolicyGradient().points(policy, rollout, Rng.of(0))))
-    point = point.replace(logprob=point.logprob - shift)
-    for clip, fraction in (
-        (0.2, 1.0),
-        ((0.2, 9.0), float(shift < 0)),
-        ((0.9, 0.2), float(shift > 0)),
+def test_held_tokens_leave_the_policy_loss_or_pay_for_their_log_ratio():
+    """Clip-Cov takes them out; KL-Cov has no clip, and adds |log ratio|."""
+    policy, _, point, logs = spoken()
+    mask = point.mask
+    plain = PolicyGradient().loss(policy, point)
+    gap = logs["live"][..., 0] - point.logprob
+    bare = -point.advantage * gap.exp()
+    holding = point.replace(coupling=HeldBack(held=HELD))
+    for objective, at, expected in (
+        (ClipCov(), holding, plain * (1 - HELD)),
+        (ClipCov(), point, plain),
+        (KLCov(weight=0.25), holding, bare + 0.25 * HELD * gap.abs()),
+        (KLCov(), point, bare),
     ):
-        meter = Meter()
-        with meter.listening():
-            PolicyGradient(clip_range=clip).loss(policy, point)
-        assert meter.mean("clip_fraction") == fraction
-
-
-def test_guards_ratio_of_a_step_without_noise_is_one():
-    zero = torch.zeros(2, 3)
-    old = Gaussian(zero, torch.zeros(2, 1))
-    assert normalised(Gaussian(zero + 0.5, torch.zeros(2, 1)), old, zero).abs().max() == 0
-
-
-def test_gvpo_of_small_groups():
-    """1/2 sum_i (R_i - mean R - (A_i - mean A))^2 / (n - 1), n times a row's share of the mean; 0
-    for one alone."""
-    value = GVPO(beta=1.0).of_group(samples([0.3, -0.1, 0.7], [1.0, -1.0, 2.0], [0, 0, 1]))
-    assert value.tolist() == pytest.approx([0.8**2 / 2 * 2, 0.8**2 / 2 * 2, 0.0], abs=1e-7)
-
-
-def test_an_entropy_bonus_that_adapts_starts_small_and_may_grow_to_one():
-    objective = PolicyGradient(entropy=Entropy(target=2.0))
-    term = objective.term(EntropyBonus)
-    bonuses = []
-    for n, entropy in enumerate([1.0, 1.0, 3.0, 2.0]):
-        objective.adapt(n, {"entropy": entropy})
-        bonuses.append(term.bonus)
-    assert bonuses == pytest.approx([0.005, 0.01, 0.0, 0.0]) and Entropy().high == 1.0
-
-
-def test_a_preference_is_right_where_the_better_sample_fits_better():
-    live = torch.tensor([[0.1] * 4, [0.3] * 4, [0.4] * 4, [0.2] * 4], dtype=torch.float64)
-    ref = torch.full((4, 4), 0.25, dtype=torch.float64)
-    policy = Velocities(live=live, ref=ref)
-    meter = Meter()
-    point = renoised(column(1.0, -1.0, 1.0, -1.0)).replace(group=torch.tensor([0, 0, 1, 1]))
-    objective = DiffusionDPO(beta=1.0)
-    with meter.listening():
-        ready = objective.couple(point, objective.measure(policy, point))
-    margins = [0.01 - 0.09, 0.16 - 0.04]  # the better one's error less the worse one's
-    assert meter.mean("dpo/right") == 0.5
-    assert meter.mean("dpo/loss") == pytest.approx(
-        sum(math.log1p(math.exp(m / 2)) for m in margins) / 2
-    )
-    slope = [1 / (1 + math.exp(-m / 2)) for m in margins]
-    assert ready.coupling.slope.flatten().tolist() == pytest.approx(
-        [slope[0], -slope[0], slope[1], -slope[1]]
-    )
-
-
-def test_crds_gradient_leaves_the_scale_of_the_error_alone():
-    """d loss / d v = -(2 clip / beta) beta (beta r_c - a_c) dq / dv with dq / dv = v / 2 over the
-    fixed mean |v|."""
-    live = torch.tensor(VELOCITY, dtype=torch.float64).requires_grad_()
-    policy = Velocities(live=live, old=torch.tensor(BEFORE, dtype=torch.float64))
-    objective = CRD(beta=2.0, kl=0.0)
-    point = renoised(column(*ADVANTAGE))
-    with torch.no_grad():
-        ready = objective.couple(point, objective.measure(policy, point))
-    assert ready.coupling.old_error is not None
-    loss = objective.loss(policy, ready)
-    (gradient,) = torch.autograd.grad(loss.sum(), live)
-    optimality = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
-    implicit = [scaled_error(b) - scaled_error(v) for v, b in zip(VELOCITY, BEFORE, strict=True)]
-    for i, v in enumerate(VELOCITY[:3]):
-        gap = 2 * (implicit[i] - sum(implicit) / 4) - (optimality[i] - sum(optimality) / 4)
-        scale = sum(map(abs, v)) / 4
-        expected = [-2.5 * 2 * gap * 2 * x / 2 / scale for x in v]
-        assert gradient[i].tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_crd_counts_rows_with_any_decision_to_train_on():
-    """A row without one, which an idle process has, is not in the mean."""
-    policy = Velocities(
-        live=torch.tensor(VELOCITY, dtype=torch.float64),
-        old=torch.tensor(BEFORE, dtype=torch.float64),
-    )
-    point = renoised(column(*ADVANTAGE))
-    objective = CRD(kl=0.0)
-    alone = objective.couple(point[:3], objective.measure(policy, point[:3])).coupling
-    idle = point.replace(mask=torch.tensor([True, True, True, False])[:, None])
-    whole = objective.couple(idle, objective.measure(policy, idle)).coupling
-    torch.testing.assert_close(whole.optimality[:3], alone.optimality)
-    torch.testing.assert_close(whole.implicit_mean[:3], alone.implicit_mean)
-
-
-def test_awm_is_seen_by_the_gate():
-    live = torch.full((2, 4), 0.2, dtype=torch.float64)
-    policy = Velocities(live=live, old=live * 1.5, ref=live)
-    meter = Meter()
-    with meter.listening():
-        AWM(weighting="t").loss(policy, renoised(column(1.0, 1.0)))
-    assert meter.top("log_ratio") == pytest.approx(0.5 * (0.09 - 0.04))
-    assert meter.mean("ratio") == pytest.approx(math.exp(0.025)) and meter.mean("kl") == 0.0
+        torch.testing.assert_close(objective.loss(policy, at)[mask], expected[mask])
 
 
 def test_covariances_are_about_the_means_of_all_tokens():
     """The highest of (log p - mean) (A - mean) over nine tokens is held back, and counted."""
-    policy, rollout, tables = spoken()
-    objective = KLCov(share=0.25)
-    meter = Meter()
-    (point,) = objective.points(policy, rollout, Rng.of(0))
-    logp = tables["live"].log_softmax(-1)[..., 0]
-    advantage = rollout.advantage.expand(4, 3)
-    mask = rollout.mask
+    policy, _, point, logs = spoken()
+    objective, mask = KLCov(share=0.25), point.mask
+    logp, advantage = logs["live"][..., 0], point.advantage.expand(4, 3)
     covariance = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
-    with meter.listening():
+    with Meter().listening() as meter:
         known = objective.couple(point, objective.measure(policy, point)).coupling.held
     edge = covariance[mask].sort(descending=True).values[1]
     assert torch.equal(known == 1, mask & (covariance >= edge)) and int(known.sum()) == 2
     assert meter.mean("held_back") == pytest.approx(2 / 9)
 
 
-def test_clip_cov_takes_held_tokens_out_of_the_policy_loss():
-    policy, rollout, _ = spoken()
-    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
-    plain = PolicyGradient().loss(policy, point)
-    known = torch.tensor(
-        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]], dtype=torch.float64
-    )
-    mask = rollout.mask
-    torch.testing.assert_close(
-        ClipCov().loss(policy, point.replace(coupling=HeldBack(held=known)))[mask],
-        (plain * (1 - known))[mask],
-    )
-    torch.testing.assert_close(ClipCov().loss(policy, point)[mask], plain[mask])
-    unclipped = (
-        -rollout.advantage * (policy.dist(point).log_prob(point.target) - point.logprob).exp()
-    )
-    torch.testing.assert_close(KLCov().loss(policy, point)[mask], unclipped[mask])
-
-
-def test_divergences_of_equal_and_of_far_means():
-    for name, d2 in (("kl", 0.0), ("hellinger", 0.0), ("total_variation", 0.0), ("chi2", 0.0)):
-        distance = column(d2).requires_grad_()
-        value = DIVERGENCES[name](distance)
-        value.sum().backward()
-        assert value.item() == pytest.approx(0.0, abs=1e-6) and distance.grad.isfinite().all()
-    assert (
-        DIVERGENCES["chi2"](column(1e4)).isfinite().all()
-        and DIVERGENCES["hellinger"](column(1e4)).item() == 1.0
-    )
-
-
-@pytest.mark.parametrize("form", ["k1", "k3"])
-@pytest.mark.parametrize("bounded", [False, True])
-def test_a_plus_gives_an_estimator_the_gradient_of_k2(form, bounded):
-    logp = column(-1.0, 0.5, 0.0).requires_grad_()
-    ref = column(0.0, 0.0, 0.7)
-    value = estimate(logp, ref, f"{form}+", bounded)
-    torch.testing.assert_close(value.detach(), estimate(logp, ref, form, bounded).detach())
-    value.sum().backward()
-    torch.testing.assert_close(logp.grad, (logp - ref).detach())
-
-
-def test_fpo_clips_ratio_and_advantage_row_by_row():
-    """The mean over a row's draws has one ratio; beyond the clip there is no gradient left."""
-    advantage = [7.0, -7.0, 1.0, -1.0]
-    point = renoised(column(*advantage))
-    twice = Point.cat([point, point])
-    measured = column(0.2, 0.2, 0.0, -0.2, 0.1, 0.1, 0.02, 0.0)
-    meter = Meter()
-    with meter.listening():
-        ready = FPO(clip_range=(0.05, 0.12)).couple(twice, measured).coupling.slope[:, 0]
-    mean = [0.15, 0.15, 0.01, -0.1]
-    far = [True, False, False, True]
-    expected = [
-        0.0 if far[i] else max(-5.0, min(advantage[i], 5.0)) * math.exp(mean[i]) for i in range(4)
-    ]
-    assert ready.tolist() == pytest.approx(expected * 2)
-    assert meter.mean("clip_fraction") == 0.5 and meter.top("log_ratio") == pytest.approx(0.15)
-
-
-def test_d3po_is_seen_by_the_gate_and_wants_gaussian_steps():
-    policy, rollout = walked()
-    rollout = rollout.replace(advantage=column(1.0, -1.0, 0.5, -0.5))
-    point = next(iter(D3PO().points(policy, rollout, Rng.of(0))))
-    meter = Meter()
-    with meter.listening():
-        D3PO().loss(policy, point.replace(logprob=point.logprob - 0.25))
-    assert meter.top("log_ratio") == pytest.approx(0.25)
-    policy, rollout, _ = spoken()
-    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
+def test_what_text_lacks_is_refused():
+    policy, _, point, _ = spoken()
     with pytest.raises(UserError, match="flow and diffusion models"):
         D3PO().loss(policy, point)
     with pytest.raises(UserError, match="timestep_weighting noise is for flow"):
         PolicyGradient(timestep_weighting="noise").loss(policy, point)
-    with pytest.raises(UserError, match="compares means"):
-        normalised(
-            Gaussian(torch.zeros(1, 2), torch.ones(1, 1)),
-            Categorical(torch.zeros(1, 2, 3)),
-            torch.zeros(1, 2),
-        )
 
 
-def test_the_range_of_grpos_options():
-    for chosen in (
-        {"advantage_clip": 0.5},
-        {"clip_range": (0.01, 0.5)},
-        {"timestep_fraction": 1.0},
-        {"kl": 0.0},
-    ):
-        PolicyGradient(**chosen)
-    for wrong in (
-        {"timestep_fraction": 1.5},
-        {"timestep_fraction": 0.0},
-        {"advantage_clip": 0.0},
-        {"kl": -0.1},
-        {"clip_range": (0.0, 0.1)},
-    ):
-        with pytest.raises(UserError, match=next(iter(wrong))):
-            PolicyGradient(**wrong)
+class Parts:
+    """A policy whose one row of two is scored in two passes, though it says in one."""
+
+    capabilities = Capabilities("categorical")
+
+    def path(self, rollout):
+        point = answers([[0.0, 0.0], [0.0, 0.0]], advantage=column(1.0, 1.0))
+        yield point.replace(num_decisions=torch.tensor([2, 3]))
+
+
+def test_whole_answers_are_wanted_of_every_row():
+    """By surrogates of whole samples; those of tokens take rows in parts."""
+    name, zero = torch.arange(2), torch.zeros(2, 2)
+    unread = make_rollout(group=name, row_id=name, sample=zero, logprob=zero, mask=zero == 0)
+    with pytest.raises(UserError, match="whole samples"):
+        list(PolicyGradient(surrogate=gspo).points(Parts(), unread, Rng.of(0)))
+    assert len(list(PolicyGradient().points(Parts(), unread, Rng.of(0)))) == 1
