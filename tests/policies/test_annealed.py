@@ -12,9 +12,7 @@ from mmrl.train.minibatches import passes
 from samplers.noise import Rng
 from samplers.warp import Anneal, EntropyScale, Warp
 from tests.core.test_contract import made
-from tests.fixtures import toys
-from tests.policies.test_contract_policies import roll
-from tests.policies.test_recorded import ToyHidden
+from tests.policies.test_contract_policies import prompts_for, roll
 
 STEEP = {"highest": 1.3, "lowest": 0.4, "decay": 8.0}
 MODELS = {
@@ -32,12 +30,13 @@ def model(name, **options):
         return made("policies", name, extra={**MODELS[name], **options})
 
 
-def gap(policy, rollout):
+def gap(policy, rollout, apart=False):
     """The largest distance of a log-prob scored again to the one recorded."""
     gaps = [torch.zeros(())]
     with torch.no_grad():
         for point in passes(policy.path(rollout), None):
-            scored = policy.dist(point).log_prob(point.target)
+            # apart: of another tensor, by the head alone
+            scored = policy.dist(point).log_prob(point.target.clone() if apart else point.target)
             gaps.append(torch.where(point.mask, scored - point.recorded, 0.0).abs().max())
     return float(torch.stack(gaps).max())
 
@@ -79,56 +78,19 @@ def test_a_warp_follows_the_entropy_of_its_logits():
         assert found == pytest.approx([v / (1 + 0.2 * h) for v in x], abs=1e-9)
 
 
-@pytest.mark.parametrize("sampler", ["emerge", "maskgit"])
-def test_masked_tokens_are_annealed_from_pass_to_pass(sampler):
-    options = {"steps": 3, "sampler": sampler, "record_entropy": True}
-    policy = ToyHidden(anneal=Anneal(**STEEP), **options)
-    plain = ToyHidden(**options)
-    for part in (policy, plain):
-        part.net.double()
-    with torch.no_grad():
-        rollout = policy.rollout(toys.prompts(3), 4, Rng.of("a"), RolloutContext(iteration=2))
-        temperatures = Anneal(**STEEP).temperatures(3, 2)
-        for step, point in enumerate(policy.path(rollout)):
-            wanted = plain.dist(point.replace(step=None)).logits / temperatures[step]
-            torch.testing.assert_close(policy.dist(point).logits, wanted, atol=1e-12, rtol=0)
-    assert gap(policy, rollout) < 1e-12
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_ratio_is_one_under_an_annealed_temperature(name):
-    policy = model(name, anneal=STEEP, record_entropy=True)
-    rollout = roll(policy)
-    assert gap(policy, rollout) < 1e-4
-    flat = model(name)
-    assert gap(flat, rollout) > 1e-2  # one temperature is not what was drawn from
+    policy = model(name, anneal={**STEEP, "growth": 8.0}, record_entropy=True)
+    with torch.no_grad():
+        rollout = policy.rollout(prompts_for(policy), 2, Rng.of("i"), RolloutContext(iteration=3))
+    assert gap(policy, rollout) < 1e-4 and gap(policy, rollout, apart=True) < 1e-4
+    assert gap(model(name), rollout) > 1e-2  # one temperature is not what was drawn from
 
 
-@pytest.mark.parametrize("name", ["vlm", "llamagen", "var"])
+@pytest.mark.parametrize("name", ["vlm", "var"])
 def test_the_first_ratio_is_one_under_a_temperature_that_follows_the_entropy(name):
     policy = model(name, adaptive_temperature=0.3)
     policy.warp = replace(policy.warp, scale=SCALE)
     rollout = roll(policy)
     assert gap(policy, rollout) < 1e-4
     assert gap(model(name), rollout) > 1e-3
-
-
-def test_the_divergence_under_one_temperature_is_that_of_annealed_distributions():
-    policy = model("llamagen", anneal=STEEP, top_p=1.0)
-    rollout = roll(policy)
-    (point,) = policy.path(rollout)
-    with torch.no_grad():
-        dist = policy.dist(point)
-        assert float(dist.kl(policy.dist(point)).abs().max()) < 1e-5
-        again = dist.log_prob(rollout.sample.clone())  # by the head alone
-    torch.testing.assert_close(again, dist.log_prob(point.target), atol=1e-5, rtol=0)
-
-
-def test_the_temperature_moves_with_the_iteration():
-    policy = model("llamagen", anneal={**STEEP, "growth": 8.0})
-    prompts = [{"text": "1", "label": 1}]
-    with torch.no_grad():
-        for iteration in (0, 3):
-            policy.rollout(prompts, 2, Rng.of("i"), RolloutContext(iteration=iteration))
-            wanted = Anneal(**STEEP, growth=8.0).temperatures(len(policy.net.turns), iteration)
-            assert policy.warp.schedule == wanted

@@ -1,71 +1,48 @@
-"""What every registered policy must keep: a new one is tested by being registered.
+"""What every registered policy must keep: a new one is tested by being registered, with the options
+in SMALLEST of tests/core/test_contract.py."""
 
-Its smallest options are in SMALLEST of tests/core/test_contract.py; the toys of
-tests/policies/test_families.py cover the families.
-"""
-
-import json
-import math
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from mmrl.core import registry
+from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, options
 from mmrl.core.types import LatentPath, Rollout, Transition
 from mmrl.experiment import evaluation
 from mmrl.objectives.base import frozen
 from mmrl.policies import contracts
-from mmrl.policies.base import Policy
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
-from mmrl.scoring import Scorer
 from mmrl.train.minibatches import passes
 from samplers.noise import Rng
-from samplers.warp import Warp
 from tests.core.test_contract import made
+from tests.fixtures import toys
 
 registry.load_built_in()
 
 # Options under which a policy must keep the contract too, besides its smallest.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "unified_flow": [{"guidance_scale": 2.0, "lora": 2}],
-    "unified_masked": [{"lora": 2}],
     "sd3": [
-        {"guidance_scale": 3.0},
         {"lora": 2, "guidance_scale": 3.0, "sde_type": "dance_sde", "noise_level": 0.3},
         {"noise_window": "all_but_last"},
     ],
     "pipeline": [{"guidance_scale": 3.0, "lora": 2}],
     "masked_image_lm": [{"guidance_scale": 2.0, "lora": 2}],
-    "masked_lm": [{"guidance_scale": 2.0, "sampler": "maskgit"}, {"lora": 2}],
-    "amused": [
-        {"guidance_scale": 3.0, "sampler": "maskgit"},
-        {"lora": 2, "guidance_scale": 2.0, "temperature": 0.8},
-    ],
-    "janus": [
-        {"guidance_scale": 1.0, "top_k": 5, "lora": 2},
-        {"logprob_guidance": "conditional", "train": "generation"},
-    ],
-    "emu3": [
-        {"guidance_scale": 1.0, "top_p": 0.9},
-        {"lora": 2, "ratio": "2:1", "logprob_guidance": "guided_stopgrad_uncond"},
-    ],
-    "glm_image": [{"lora": 2, "top_k": 5}],
+    "masked_lm": [{"guidance_scale": 2.0, "sampler": "maskgit"}],
+    "amused": [{"lora": 2, "guidance_scale": 2.0, "temperature": 0.8}],
+    "janus": [{"logprob_guidance": "conditional", "train": "generation"}],
+    "emu3": [{"lora": 2, "ratio": "2:1", "logprob_guidance": "guided_stopgrad_uncond"}],
     "janus_unified": [
         {"plan": {"max_new_tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}
     ],
     "var": [
-        {"guidance_scale": 1.0, "top_k": 3},
         {"lora": 2, "scale_alpha": 0.7, "logprob_guidance": "guided_stopgrad_uncond"},
         {"branch_at": 1},
     ],
-    "llamagen": [
-        {"guidance_scale": 1.0, "top_p": 0.9},
-        {"lora": 2, "logprob_guidance": "guided_stopgrad_uncond"},
-    ],
+    "llamagen": [{"guidance_scale": 1.0, "top_p": 0.9}],
 }
 TEXTS = ("a red seven", "a blue two", "a green nine")
 PICTURE = Image.new("RGB", (32, 32), "red")
@@ -73,16 +50,12 @@ PROMPTS = [  # what any policy can answer
     {"text": text, "image": PICTURE, "label": i} for i, text in enumerate(TEXTS)
 ]
 COPIES = 2
-
 CASES = [(name, extra) for name in POLICIES for extra in ({}, *VARIANTS.get(name, []))]
-
-
 SAMPLES = Rng.of("contract")
 
 
 def prompts_for(policy):
-    """Those that write have other tensors for images than for prompts; theirs are in
-    tests/test_vlm_*.py."""
+    """Those that write have other tensors for images than for prompts: tests/policies/vlm."""
     of_text = policy.capabilities.makes == "text" or policy.capabilities.decisions == "mixed"
     return [{"text": text} for text in TEXTS] if of_text else PROMPTS
 
@@ -98,19 +71,11 @@ def a_rollout_is_rows_by_decisions(policy, rollout):
     rows = len(PROMPTS) * COPIES
     decisions = rollout.mask.shape[1]
     assert rollout.group.tolist() == [p for p in range(len(PROMPTS)) for _ in range(COPIES)]
-    assert (
-        rollout.row_id.tolist() == list(range(rows))
-        and prompts_for(policy)[1].items() <= rollout.prompt_per_row()[COPIES].items()
-    )
-    assert (
-        rollout.logprob.shape == rollout.mask.shape == (rows, decisions)
-        and rollout.mask.dtype == torch.bool
-    )
-    assert (
-        len(rollout.sample) == rows
-        and rollout.mask.any(1).all()
-        and rollout.logprob[rollout.mask].isfinite().all()
-    )
+    assert rollout.row_id.tolist() == list(range(rows)) and len(rollout.sample) == rows
+    assert prompts_for(policy)[1].items() <= rollout.prompt_per_row()[COPIES].items()
+    assert rollout.logprob.shape == rollout.mask.shape == (rows, decisions)
+    assert rollout.mask.dtype == torch.bool and rollout.mask.any(1).all()
+    assert rollout.logprob[rollout.mask].isfinite().all()
     path = rollout.trajectory
     if type(path) is LatentPath:
         assert path.states.shape == (rows, decisions + 1, *rollout.sample.shape[1:])
@@ -121,37 +86,28 @@ def a_rollout_is_rows_by_decisions(policy, rollout):
 
 
 def conditions_are_stored_once_a_prompt(policy, rollout):
-    if isinstance(rollout.cond, list):  # of prompts that do not fit one tensor
-        assert len(rollout.cond) == len(PROMPTS) and all(
-            len(leaf) == 1 for leaf in leaves(rollout.cond)
-        )
-        return
-    for tensor in leaves(rollout.cond):
-        assert len(tensor) in (len(PROMPTS), 1), "one row a prompt, or one for all"
+    apart = isinstance(rollout.cond, list)  # of prompts that do not fit one tensor
+    assert not apart or len(rollout.cond) == len(PROMPTS)
+    assert {len(tensor) for tensor in leaves(rollout.cond)} <= ({1} if apart else {1, len(PROMPTS)})
 
 
 def leaves(nest):
     if isinstance(nest, torch.Tensor):
         return [nest]
-    return [
-        leaf
-        for value in (nest.values() if isinstance(nest, dict) else nest)
-        for leaf in leaves(value)
-    ]
+    inside = nest.values() if isinstance(nest, dict) else nest
+    return [leaf for value in inside for leaf in leaves(value)]
 
 
 def scoring_repeats_sampling_to_the_bit(policy, rollout):
-    """Or, where answers are sampled token by token and scored in one pass, up to rounding (see
-    Point.on_policy)."""
+    """Or up to rounding, where tokens are sampled one by one and scored in one pass."""
     for point in passes(policy.path(rollout), policy.pass_sizes.rows):
         mixed = policy.capabilities.decisions == "mixed"
         written = policy.keep_groups_together or (mixed and point.step is None)
         logp = policy.dist(point).log_prob(point.target)
         assert logp.shape == point.mask.shape == point.logprob.shape
         ratio = (logp - point.logprob).exp()[point.mask]
-        torch.testing.assert_close(
-            ratio, torch.ones_like(ratio), atol=1e-5 if written else 0, rtol=0
-        )
+        near = {"atol": 1e-5 if written else 0, "rtol": 0}
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), **near)
 
 
 def the_path_covers_the_mask_once(policy, rollout):
@@ -160,10 +116,9 @@ def the_path_covers_the_mask_once(policy, rollout):
     for point in points:
         seen.index_add_(0, point.row_id, point.mask.sum(1))
     assert seen.tolist() == rollout.mask.sum(1).tolist()
-    first = rollout.replace(mask=rollout.mask & (torch.arange(len(rollout)) == 1)[:, None])
-    assert {
-        row for point in policy.path(first) for row in point.row_id[point.mask.any(1)].tolist()
-    } == {1}
+    one = rollout.replace(mask=rollout.mask & (torch.arange(len(rollout)) == 1)[:, None])
+    left = [row for point in policy.path(one) for row in point.row_id[point.mask.any(1)].tolist()]
+    assert set(left) == {1}
     for point in points:
         kept = point.mask.any(1)
         assert (point.num_decisions[kept] == rollout.mask.sum(1)[point.row_id[kept]]).all()
@@ -186,11 +141,8 @@ def renoised_states_are_new_reproducible_and_scored(policy, rollout):
     one, two, other = (list(policy.renoise(rollout, r)) for r in (rng, rng, rng.fold("other")))
     assert len(one) == len(two) > 0
     for point, again in zip(one, two, strict=True):
-        assert (
-            torch.equal(point.state, again.state)
-            and point.logprob is None
-            and not isinstance(point.step, Transition)
-        )
+        assert torch.equal(point.state, again.state) and point.logprob is None
+        assert not isinstance(point.step, Transition)
         logp = policy.dist(point).log_prob(point.target)
         assert logp.shape == point.mask.shape and logp.isfinite().all()
         assert len(point.advantage) == len(point.num_decisions) == len(point)
@@ -217,50 +169,21 @@ def a_sample_depends_on_its_name_only(policy, rollout):
 
 def the_global_generators_are_left_alone(policy, rollout):
     before = torch.get_rng_state()
-    rollout = roll(policy)
-    for point in [*policy.path(rollout), *policy.renoise(rollout, Rng.of("again"))]:
+    again = roll(policy)
+    for point in [*policy.path(again), *policy.renoise(again, Rng.of("again"))]:
         policy.dist(point)
-    policy.decode(rollout)
+    policy.decode(again)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def evaluation_explores_nothing_and_leaves_no_trace(policy, rollout):
     with policy.evaluating(), torch.no_grad():
-        one, two = (
-            policy.rollout(prompts_for(policy)[:1], COPIES, Rng.of("evaluation")) for _ in range(2)
-        )
+        asked = prompts_for(policy)[:1]
+        one, two = (policy.rollout(asked, COPIES, Rng.of("evaluation")) for _ in range(2))
         assert torch.equal(one.sample, two.sample)
         if isinstance(policy, FlowPolicy):
             assert not one.mask.any()
     assert torch.equal(roll(policy).sample, rollout.sample)
-
-
-def snapshots_hold_the_trainable_weights(policy, rollout):
-    policy.weights.keep("contract")
-    point = next(iter(policy.path(rollout)))
-    with torch.no_grad():
-        before = policy.dist(point).log_prob(point.target)
-        for p in policy.weights.parameters().values():
-            p.add_(0.01)  # an adapter's second factor begins at zero
-        assert not torch.equal(policy.dist(point).log_prob(point.target), before)
-        with policy.weights.using("contract"):
-            assert torch.equal(policy.dist(point).log_prob(point.target), before)
-    policy.weights.load(policy.weights.full("contract"))
-    del policy.weights.saved["contract"]
-
-
-def test_the_table_names_only_what_is_registered():
-    assert not [name for name in VARIANTS if name not in POLICIES]
-
-
-def a_policy_offers_what_the_trainer_and_the_commands_use(policy, rollout):
-    assert (
-        isinstance(policy.net, nn.Module)
-        and not policy.net.training
-        and policy.weights.parameters()
-    )
-    assert isinstance(policy, Policy)
-    policy.prepare(prompts_for(policy))
 
 
 def replays(policy, rollout):
@@ -274,18 +197,6 @@ def demonstrates(policy, rollout):
     nothing = policy.demonstrate(prompts_for(policy), [None] * len(PROMPTS), SAMPLES, score=False)
     assert len(nothing) == len(PROMPTS) and not nothing.mask.any()
     assert nothing.trainable is not None and not nothing.trainable.any()
-
-
-def encodes_media(policy, rollout):
-    media = policy.decode(rollout)
-    if isinstance(media, torch.Tensor):  # what a plan goes before is in its own tests
-        codes = policy.encode_media(media.to(policy.device))
-        # an autoencoder of videos takes a multiple of its frames and one
-        assert codes.shape[-1] == rollout.sample.shape[-1] and codes.ndim == rollout.sample.ndim
-
-
-def writes_text(policy, rollout):
-    assert isinstance(policy.text_of(rollout.sample[0].tolist()), str)
 
 
 def limits_length(policy, rollout):
@@ -304,53 +215,6 @@ def remasks(policy, rollout):
     assert policy.rates[0] == 1 and policy.rates[-1] == 0
 
 
-def follows_process(policy, rollout):
-    stream = rollout.trajectory.stream
-    if stream is not None:
-        noise = [policy.noise(stream, rollout.row_id, 0) for _ in range(2)]
-        assert torch.equal(*noise) and noise[0].shape == rollout.sample.shape
-    assert policy.summed_dimensions >= 1
-
-
-def branches(policy, rollout):
-    assert (policy.tree is None) == (rollout.edge_id is None)
-
-
-def measures_passes(policy, rollout):
-    if policy.capabilities.decisions == "mixed":
-        return  # train.micro_batch_size: auto is refused
-    trial = policy.trial(prompts_for(policy), COPIES, "sample")
-    assert trial.trained == len(rollout) and len(trial.sample(2)) == 2
-
-
-def keeps_whole(policy, rollout):
-    modules = set(policy.net.modules())
-    assert all(module in modules for module in policy.unsharded)
-    assert not any(p.requires_grad for module in policy.unsharded for p in module.parameters())
-
-
-def fills_idle_rows(policy, rollout):
-    kinds = {type(point.step) for point in policy.path(policy.idle_row(rollout[:1]))}
-    assert len(kinds) > 1
-
-
-def warps_logits(policy, rollout):
-    assert policy.warp is None or isinstance(policy.warp, Warp)
-
-
-def scores_itself(policy, rollout):
-    assert policy.self_score_id is None or policy.self_score_id >= 0
-
-
-def measures(policy, rollout):
-    policy.measures()
-    assert all(math.isfinite(value) for value in policy.measures().values())
-
-
-def names_spaces(policy, rollout):
-    assert set(json.loads(json.dumps(policy.spaces()))) <= {"latents", "vocabulary"}
-
-
 def guided(policy, rollout):
     before = policy.guidance_scale
     (point, *_) = policy.path(rollout)
@@ -362,65 +226,14 @@ def guided(policy, rollout):
     assert policy.guidance_scale == before
 
 
-def varies_size(policy, rollout):
-    assert {policy.size_of(prompt) for prompt in rollout.prompts} == {policy.media.size}
-
-
-def groups_parameters(policy, rollout):
-    grouped = [p for group in policy.parameter_groups() for p in group.parameters]
-    trained = [p for p in policy.net.parameters() if p.requires_grad]
-    assert sorted(map(id, grouped)) == sorted(map(id, trained))
-
-
-def stateful(policy, rollout):
-    state = json.loads(json.dumps(policy.state_dict()))
-    policy.load_state_dict(state)
-    assert policy.state_dict() == state
-
-
-def compiles(policy, rollout):
-    assert policy.compiled is False  # none of the variants asks for it
-
-
-def elsewhere(policy, rollout):
-    """Tested by the last test of this file, with processes (tests/train), or by family."""
-
-
-# what a policy must do that keeps one of mmrl/policies/contracts.py
+# what a policy must do that keeps one of mmrl/policies/contracts.py; others are tested by family
 KEPT = {
     contracts.Replays: replays,
-    contracts.ReadsPrompts: replays,
     contracts.Demonstrates: demonstrates,
-    contracts.EncodesMedia: encodes_media,
-    contracts.WritesText: writes_text,
     contracts.LimitsLength: limits_length,
     contracts.Remasks: remasks,
-    contracts.FollowsProcess: follows_process,
-    contracts.Branches: branches,
-    contracts.MeasuresPasses: measures_passes,
-    contracts.KeepsWhole: keeps_whole,
-    contracts.FillsIdleRows: fills_idle_rows,
-    contracts.WarpsLogits: warps_logits,
-    contracts.ScoresItself: scores_itself,
-    contracts.Measures: measures,
-    contracts.NamesSpaces: names_spaces,
     contracts.Guided: guided,
-    contracts.EvaluatesGreedily: elsewhere,
-    contracts.SplitsSequences: elsewhere,
-    contracts.Exports: elsewhere,
-    contracts.VariesSize: varies_size,
-    contracts.GroupsParameters: groups_parameters,
-    contracts.Stateful: stateful,
-    contracts.Compiles: compiles,
 }
-
-
-def test_every_contract_is_tested():
-    kinds = [kind for kind in vars(contracts).values() if isinstance(kind, type)]
-    assert {kind for kind in kinds if issubclass(kind, contracts.Contract)} == {
-        contracts.Contract,
-        *KEPT,
-    }
 
 
 def a_policy_keeps_its_contracts(policy, rollout):
@@ -430,23 +243,12 @@ def a_policy_keeps_its_contracts(policy, rollout):
                 keeps(policy, rollout)
 
 
-def the_best_of_several_is_that_of_a_loop(policy, rollout):
-    """`mmrl sample --best-of`: candidates differ, also where answers are else the likeliest."""
+def candidates_differ_in_evaluation(policy, rollout):
+    """For `mmrl sample --best-of`, also where answers are the likeliest otherwise."""
     evaluation.sample_in_evaluation(policy)
-    asked = prompts_for(policy)[:2]
-
-    def size(media, prompts):
-        if isinstance(media, torch.Tensor):
-            return media.double().flatten(1).mean(1)
-        return torch.tensor([float(sum(map(ord, text))) for text in media])
-
-    candidates, _ = evaluation.sample(policy, asked, 4, seed=3)
-    best = evaluation.BestOf(2, Scorer({"size": size}))
-    chosen, shown = evaluation.sample(policy, asked, 2, seed=3, best=best)
-    values = size(candidates, asked).view(2, 4)
-    assert all(len(row.unique()) > 1 for row in values)
-    torch.testing.assert_close(size(chosen, asked).view(2, 2), values.view(2, 2, 2).amax(2))
-    assert [prompt["text"] for prompt in shown] == [p["text"] for p in asked for _ in range(2)]
+    media, _ = evaluation.sample(policy, prompts_for(policy)[:2], 4, seed=3)
+    different = [str(one.tolist() if isinstance(one, torch.Tensor) else one) for one in media]
+    assert len(set(different[:4])) > 1 < len(set(different[4:]))
 
 
 # in this order: after the last one the policy samples in evaluation
@@ -461,16 +263,13 @@ EVERY = (
     a_sample_depends_on_its_name_only,
     the_global_generators_are_left_alone,
     evaluation_explores_nothing_and_leaves_no_trace,
-    snapshots_hold_the_trainable_weights,
-    a_policy_offers_what_the_trainer_and_the_commands_use,
     a_policy_keeps_its_contracts,
-    the_best_of_several_is_that_of_a_loop,
+    candidates_differ_in_evaluation,
 )
+IDS = ["-".join([name, *map(str, extra.values())]) for name, extra in CASES]
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"), CASES, ids=["-".join([n, *map(str, e.values())]) for n, e in CASES]
-)
+@pytest.mark.parametrize(("name", "extra"), CASES, ids=IDS)
 def test_a_policy_keeps_what_all_must(name, extra):
     with torch.random.fork_rng():
         torch.manual_seed(0)  # new adapters draw their first weights
@@ -482,11 +281,10 @@ def test_a_policy_keeps_what_all_must(name, extra):
 
 TRUNCATED = {"top_k": 2, "top_p": 0.9}
 OF_PLANS = {"janus_unified": {"plan": {"max_new_tokens": 4, **TRUNCATED}}}
+TRUNCATE = [name for name, entry in POLICIES.items() if set(TRUNCATED) <= set(options(entry))]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, entry in POLICIES.items() if set(TRUNCATED) <= set(options(entry))]
-)
+@pytest.mark.parametrize("name", TRUNCATE)
 def test_truncation_never_reaches_a_closed_form(name):
     """A KL over the vocabulary is that of the policy without top-k and top-p, and finite."""
     sampler, whole = (
@@ -506,3 +304,11 @@ def test_truncation_never_reaches_a_closed_form(name):
         distances.append(torch.cat(kl))
     assert distances[0].isfinite().all() and (distances[0] > 0).any()
     torch.testing.assert_close(*distances, atol=1e-4, rtol=1e-3)
+
+
+def test_who_does_not_keep_a_contract_is_refused_by_name():
+    policy = toys.make("flow")
+    assert contracts.Replays.of(policy) is policy
+    for contract in contracts.Contract.__subclasses__():
+        with pytest.raises(UserError, match=f"^ToyBare {contract.lack}$"):
+            contract.of(toys.ToyBare())

@@ -49,16 +49,8 @@ def test_passes_stay_as_small_as_those_that_fitted():
             tried.append(rows)
             work(rows)
     assert tried == [12, 6, 3] and each.most(12) == each.width() == 3
-    assert [line.partition(";")[0] for line in each.warnings] == [
-        "out of memory: passes now have at most 3 rows"
-    ]
+    assert each.warnings[0].startswith("out of memory: passes now have at most 3 rows;")
     with pytest.raises(UserError, match="gradient_checkpointing"):
         for attempt in each.attempts(12, least=4):
             with attempt as rows:
                 work(rows)
-
-
-def test_chunks_cover_all_rows_once():
-    parts = list(sizes().chunks(7, 3))
-    assert [row for part, _ in parts for row in range(7)[part]] == list(range(7))
-    assert all(counts for _, counts in parts)

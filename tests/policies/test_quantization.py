@@ -1,6 +1,7 @@
 """Frozen weights in 4 and 8 bits: what is stored, what a pass computes, what training does to the
 adapters only."""
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -23,13 +24,12 @@ from samplers.windows import all_but_last
 from tests.fixtures import tiny_diffusers, tiny_vlms
 
 load_built_in()
-KINDS = {"nf4": 0.12, "fp4": 0.16, "8bit": 0.012}  # largest relative error of a gaussian weight
+KINDS = {"nf4": 0.12, "8bit": 0.012}  # largest relative error of a gaussian weight
 
 
-def test_a_missing_package_and_trained_weights_are_told_before_loading(monkeypatch):
+def test_a_missing_package_and_trained_weights_are_refused_before_loading(monkeypatch):
+    monkeypatch.setattr(quantization, "find_spec", lambda name: True)
     with pytest.raises(UserError, match="train adapters, by the option lora"):
-        if quantization.find_spec("bitsandbytes") is None:
-            monkeypatch.setattr(quantization, "find_spec", lambda name: True)
         build({"flux": {"path": "/nowhere", "quantization": "nf4"}}, POLICIES)
     monkeypatch.setattr(quantization, "find_spec", lambda name: None)
     for family in ("flux", "vlm"):
@@ -38,13 +38,12 @@ def test_a_missing_package_and_trained_weights_are_told_before_loading(monkeypat
             build({family: options}, POLICIES)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["nf4", "8bit"])
 def test_a_layer_stores_few_bits_and_passes_gradients_through(kind):
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     blocks = nn.Sequential(nn.Sequential(nn.Linear(96, 64)), nn.Sequential(nn.Linear(64, 32)))
-    plain = nn.Sequential(nn.Sequential(nn.Linear(96, 64)), nn.Sequential(nn.Linear(64, 32)))
-    plain.load_state_dict(blocks.state_dict())
+    plain = deepcopy(blocks)
     quantize(blocks, kind)
     layer = blocks[0][0]
     assert isinstance(layer, QuantizedLinear)
@@ -65,12 +64,6 @@ def test_a_layer_stores_few_bits_and_passes_gradients_through(kind):
     torch.testing.assert_close(blocks(rows.double()).float(), plain(rows))
 
 
-def brightness(media, prompts):
-    if isinstance(media, torch.Tensor):
-        return media.flatten(1).mean(1)
-    return torch.tensor([sum(map(ord, text)) % 97 / 97 for text in media])
-
-
 def policy_of(family, **options):
     torch.manual_seed(0)  # of the adapters
     if family == "vlm":
@@ -80,39 +73,27 @@ def policy_of(family, **options):
     return POLICIES[family](tiny_diffusers.folder(family), lora=Lora(4), **sizes, **options)
 
 
-def trainer_of(policy):
-    sizes = {"prompts_per_iteration": 2, "group_size": 4, "train_batch_size": 8}
-    return Trainer(
-        policy,
-        [{"text": "a red cat"}, {"text": "a dog"}],
-        Scorer({"bright": brightness}),
-        advantages.grpo,
-        PolicyGradient(),
-        partial(adamw, lr=1e-2),
-        TrainOptions(**sizes, iterations=1, micro_batch_size=4),
-    )
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"), [("flux", "nf4"), ("qwen_image", "8bit"), ("vlm", "fp4")]
-)
-def test_adapters_train_on_frozen_bytes_and_the_first_ratio_is_1(family, kind, capsys):
-    """The gap to the unquantised base is printed: ``pytest -s`` shows it."""
+@pytest.mark.parametrize(("family", "kind"), [("flux", "8bit"), ("vlm", "fp4")])
+def test_adapters_train_on_frozen_bytes_and_the_first_ratio_is_1(family, kind):
     pytest.importorskip("bitsandbytes")
     plain = policy_of(family)
     policy = policy_of(family, quantization=kind)
     layers = [m for m in policy.net.modules() if isinstance(m, QuantizedLinear)]
     assert layers and all(not p.requires_grad for m in layers for p in m.parameters())
     before = [layer.weight.clone() for layer in layers]
-    rollout = trainer_of(plain).collect().rollout
-    gaps = []
-    for point in plain.path(rollout):
-        pair = [policy_.dist(point).log_prob(point.target) for policy_ in (plain, policy)]
-        gaps.append((pair[0] - pair[1])[point.mask].abs())
-    gap = float(torch.cat(gaps).detach().max())
-    print(f"{family}, {kind}: log-probs differ from the unquantised base by at most {gap:.2g}")
-    assert gap > 0
-    trainer = trainer_of(policy)
+    trainer = Trainer(
+        policy,
+        [{"text": "a red cat"}, {"text": "a dog"}],
+        Scorer({"place": lambda media, _: torch.arange(float(len(media)))}),
+        advantages.grpo,
+        PolicyGradient(),
+        partial(adamw, lr=1e-2),
+        TrainOptions(prompts_per_iteration=2, group_size=4, train_batch_size=8, iterations=1),
+    )
+    rollout = trainer.collect().rollout
+    (point, *_) = plain.path(rollout)
+    one, other = (each.dist(point).log_prob(point.target)[point.mask] for each in (plain, policy))
+    assert not torch.equal(one, other)
     adapters = policy.weights.full()
     metrics = trainer.iterate()
     assert metrics["ratio/max_deviation"] < 1e-5
@@ -121,6 +102,5 @@ def test_adapters_train_on_frozen_bytes_and_the_first_ratio_is_1(family, kind, c
     moved = policy.weights.full()
     assert any(not torch.equal(adapters[name], moved[name]) for name in moved)
     # names and shapes of the state are those of a network that was never quantised
-    state = policy.net.state_dict()
-    expected = {name: value.shape for name, value in plain.net.state_dict().items()}
-    assert {name: value.shape for name, value in state.items()} == expected
+    one, other = ({n: v.shape for n, v in p.net.state_dict().items()} for p in (policy, plain))
+    assert one == other
