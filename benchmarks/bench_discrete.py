@@ -96,7 +96,7 @@ def janus(size: Size, folder: Path) -> None:
 
     from tests.fixtures import tiny_vlms
 
-    model, processor = tiny_vlms.janus()
+    model, processor = tiny_vlms.build("janus")
     config = model.config
     config.text_config.update(
         {

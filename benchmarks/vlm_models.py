@@ -95,7 +95,7 @@ def build(size: str, folder: Path, **text: Any) -> Path:
     tok = tiny_vlms.tokenizer(list(tiny_vlms.QWEN.values()), **tiny_vlms.QWEN)
     pixels = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 4096}
     parts = hf.Qwen2VLImageProcessor(**pixels), tok, hf.Qwen2VLVideoProcessor(**pixels)
-    processor = hf.Qwen2_5_VLProcessor(*parts, chat_template=tiny_vlms._qwen_template())
+    processor = hf.Qwen2_5_VLProcessor(*parts, chat_template=tiny_vlms.template("qwen2_vl"))
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": chosen["rope"]}
     special = {
         f"{name}_token_id": getattr(tok, f"{name}_token_id") for name in ("pad", "bos", "eos")

@@ -116,11 +116,12 @@ def main() -> None:
     import transformers
 
     from mmrl.policies.vlm.families import DIRECT
-    from tests.fixtures import tiny_vlms, tiny_vlms_2026
+    from tests.fixtures import tiny_vlms
 
-    every = [*tiny_vlms.BUILDERS, *tiny_vlms.EXPERTS, *tiny_vlms_2026.BUILDERS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("families", nargs="*", default=[name for name in every if name in DIRECT])
+    parser.add_argument(
+        "families", nargs="*", default=[name for name in tiny_vlms.ROWS if name in DIRECT]
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -26,7 +26,6 @@ from mmrl.core.errors import UserError  # noqa: E402
 from mmrl.policies.vlm.policy import VLM  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 from tests.fixtures import tiny_configs, tiny_vlms  # noqa: E402
-from tests.fixtures import tiny_vlms_2026 as later  # noqa: E402
 
 SECONDS = 90  # of a class
 LENGTH = 110  # of a reason
@@ -92,7 +91,7 @@ def beyond(kind: type, config: type, vlm: VLM) -> str:
 
 def listed(name: str) -> bool:
     """Tell whether the tests build a family with its own processor."""
-    return name in tiny_vlms.BUILDERS | later.BUILDERS | later.SIBLINGS
+    return name in tiny_vlms.ROWS
 
 
 def saved(kind: type, config: type, folder: str, **text: Any) -> None:
@@ -107,7 +106,7 @@ def saved(kind: type, config: type, folder: str, **text: Any) -> None:
     model = kind(small)
     tiny_vlms._wake(model)
     model.save_pretrained(folder)
-    tiny_vlms.llava()[1].save_pretrained(folder)
+    tiny_vlms.build("llava")[1].save_pretrained(folder)
 
 
 def tried(kind: type, config: type) -> tuple[str, str]:

@@ -1,20 +1,14 @@
-"""The engine vllm in this process, with the real vLLM: what it is asked, that its log-probs are the
-policy's, and that it follows the policy's weights."""
+"""The engine vllm in this process, with the real vLLM: its log-probs are the policy's."""
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
-from mmrl.advantages import flow_grpo
-from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.types import Rewards
-from mmrl.objectives.policy_gradient import PolicyGradient
-from mmrl.objectives.terms.importance_sampling import Importance
 from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
 from mmrl.policies.vlm.policy import VLM
-from mmrl.train.trainer import Trainer
 from tests.fixtures import tiny_vlms, vllm_models
-from tests.policies.vlm.test_vlm_policy import logprobs, point_of, prompts, quiet, rolled  # noqa: F401
+from tests.policies.vlm.test_vlm_policy import logprobs, prompts, rolled
 
 pytestmark = vllm_models.marks
 SMALL = {"enforce_eager": True, "max_model_len": 1024, "gpu_memory_utilization": 0.1}
@@ -36,11 +30,6 @@ def policy_of(sync="weights", name="wide_qwen2_5_vl", **options):
 @pytest.fixture(scope="module")
 def policy():
     return policy_of(top_k=20, stop=["e"])
-
-
-@pytest.fixture(scope="module")
-def adapted():
-    return policy_of(sync="lora", lora=2)
 
 
 @torch.no_grad()
@@ -87,23 +76,13 @@ def test_an_answer_ends_where_the_policy_ends_it(policy):
     policy.set_max_new_tokens(3)
     assert rolled(policy, copies=2).mask.sum(1).max() <= 3
     policy.set_max_new_tokens(8)
-
-
-@pytest.mark.parametrize("size", [(2, 56, 56), (4, 140, 28), (4, 28, 140)], ids=str)
-def test_videos_have_the_policys_log_probs(policy, size):
-    assert gap(rolled(policy, video(*size), copies=2)) < NEAR
-
-
-def test_a_long_video_is_placed_otherwise_by_transformers_and_the_gap_says_so(policy):
-    """After a video that lasts longer than its frames are wide, transformers 5 goes on where the
-    frame ends, and vLLM, as Qwen's own code did, where the time ends."""
-    assert gap(rolled(policy, video(6, 56, 56), copies=2)) > 0.01
-
-
-def test_a_greedy_answer_is_the_likeliest(policy):
     with policy.evaluating():
-        rollout = rolled(policy, copies=2)
-    assert torch.equal(rollout.sample[::2], rollout.sample[1::2])
+        greedy = rolled(policy, copies=2)
+    assert torch.equal(greedy.sample[::2], greedy.sample[1::2])
+
+
+def test_videos_have_the_policys_log_probs(policy):
+    assert gap(rolled(policy, video(4, 140, 28), copies=2)) < NEAR
 
 
 def test_a_prompt_that_vllm_reads_otherwise_stops_the_run(policy, monkeypatch):
@@ -118,40 +97,8 @@ def test_a_prompt_that_vllm_reads_otherwise_stops_the_run(policy, monkeypatch):
         rolled(policy, prompts()[1:2])
 
 
-def test_training_corrects_for_what_the_engine_did_otherwise(policy, monkeypatch):
-    """An engine that is off by a factor of 2 in every token: the gap is measured and the weights
-    are truncated."""
-    answer = policy.outside.answer
-    monkeypatch.setattr(
-        policy.outside,
-        "answer",
-        lambda *args: [
-            each._replace(logprobs=[x - 0.6931472 for x in each.logprobs]) for each in answer(*args)
-        ],
-    )
-
-    def scorer(media, asked):
-        return Rewards({"length": torch.tensor([float(text.count("a")) for text in media])})
-
-    trainer = Trainer(
-        policy,
-        prompts(),
-        scorer,
-        lambda r, rollout: r.total()[:, None] - 1.0,
-        PolicyGradient(importance_sampling=Importance(cap=1.5)),
-        lambda p: torch.optim.SGD(p, lr=1e-3),
-        TrainOptions(prompts_per_iteration=3, group_size=2, train_batch_size=6, iterations=1),
-    )
-    metrics = trainer.iterate()
-    assert metrics["engine/gap"] == pytest.approx(0.6931, abs=1e-3)
-    assert metrics["importance"] == pytest.approx(2, abs=1e-3)
-    assert metrics["ratio/max_deviation"] < 1e-4, "the policy's own log-probs are what is recorded"
-    rollout = rolled(policy)
-    weight = Importance(cap=1.5).weight(point_of(policy, rollout))
-    assert torch.equal(weight[rollout.mask], torch.full((int(rollout.mask.sum()),), 1.5))
-
-
-def test_adapters_alone_travel_and_one_takes_the_place_of_the_other(adapted):
+def test_adapters_alone_travel_and_one_takes_the_place_of_the_other():
+    adapted = policy_of(sync="lora", lora=2)
     samples = []
     for _ in range(3):
         rollout = rolled(adapted, copies=1)
@@ -163,47 +110,14 @@ def test_adapters_alone_travel_and_one_takes_the_place_of_the_other(adapted):
     assert adapted.outside.llm.llm_engine.list_loras() == {adapted.outside.adapter.lora_int_id}
 
 
-def test_adapters_also_travel_merged():
-    policy = policy_of(lora=2)
-    shake(policy, 0.1)
-    assert gap(rolled(policy, copies=1)) < NEAR
-
-
-@pytest.mark.parametrize(
-    ("family", "words"), [("qwen2_5_vl", "head_dim=8"), ("mllama", "MllamaProcessor")]
-)
-def test_a_model_that_vllm_cannot_load_is_refused_before_ours_is(monkeypatch, family, words):
+def test_a_model_that_vllm_cannot_load_is_refused_before_ours_is(monkeypatch):
     """Heads 8 wide, for which its attention on CPUs has no kernel; a family that it does not
     know."""
-    from transformers import AutoModelForImageTextToText
-
-    place = str(tiny_vlms.folder(family))
     monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", None)
-    with pytest.raises(UserError, match=f"vLLM cannot load {place}: .*{words}") as error:
-        VLM(place, engine="vllm", vllm=VLLMOptions(**SMALL))
-    assert "\n" not in str(error.value)
-
-
-def test_a_run_with_vllm_raises_its_reward():
-    """Letters of the first half of the alphabet: about a tenth of the bytes at first."""
-
-    def scorer(media, prompts):
-        share = [sum(c.lower() in "abcdefghijklm" for c in text[:8]) / 8 for text in media]
-        return Rewards({"share": torch.tensor(share)})
-
-    trainer = Trainer(
-        policy_of(temperature=1.0),
-        [{"text": text} for text in ("tell me", "say it", "hello", "what now?")],
-        scorer,
-        flow_grpo,
-        PolicyGradient(importance_sampling=Importance(cap=2.0)),
-        lambda p: torch.optim.AdamW(p, lr=3e-3),
-        TrainOptions(prompts_per_iteration=4, group_size=16, train_batch_size=64, iterations=12),
-    )
-    rows = [trainer.iterate() for _ in range(12)]
-    assert rows[-1]["reward/share/mean"] > rows[0]["reward/share/mean"] + 0.2
-    assert max(row["engine/gap"] for row in rows) < NEAR
-    assert max(row["ratio/max_deviation"] for row in rows) < 1e-4
+    for family, words in (("qwen2_5_vl", "head_dim=8"), ("mllama", "MllamaProcessor")):
+        place = str(tiny_vlms.folder(family))
+        with pytest.raises(UserError, match=f"vLLM cannot load {place}: .*{words}"):
+            VLM(place, engine="vllm", vllm=VLLMOptions(**SMALL))
 
 
 def test_a_head_tied_to_the_embeddings_follows_them():

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from mmrl.core.errors import UserError
 from mmrl.policies.vlm.engines.vllm_options import VLLMOptions
@@ -17,11 +18,9 @@ from mmrl.policies.vlm.engines.vllm_transfer import source_of
 from mmrl.policies.vlm.engines.vllm_weights import checkpoint_weights
 from mmrl.policies.vlm.engines.vllm_worker import EXTENSION
 from mmrl.policies.vlm.policy import VLM
-from rewards.judges.yes_no import YesNo
-from rewards.servers.chat_server import ChatServer
 from tests.fixtures import tiny_vlms, vllm_models
 from tests.policies.vlm.test_vllm_local import NEAR, gap, shake, video
-from tests.policies.vlm.test_vlm_policy import quiet, rolled  # noqa: F401
+from tests.policies.vlm.test_vlm_policy import rolled
 
 pytestmark = vllm_models.marks
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # what the command vllm serve runs
@@ -44,19 +43,29 @@ def served(folder, model, *options):
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    place = str(vllm_models.folder(model))
-    command = [sys.executable, "-m", ENTRY, "--model", place, "--port", str(port), *OPTIONS]
-    with (folder / "log.txt").open("w") as log:
-        process = subprocess.Popen(
-            [*command, *options], env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
+    place = ["--model", str(vllm_models.folder(model)), "--port", str(port)]
+    command = [sys.executable, "-m", ENTRY, *place, *OPTIONS, *options]
+    log = folder / "log.txt"
     url = f"http://127.0.0.1:{port}"
+    end = time.monotonic() + STARTED
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
     try:
-        _wait(url, process, folder / "log.txt")
+        while not _answers(url):
+            alive = process.poll() is None and time.monotonic() < end
+            assert alive, f"vLLM did not start: {log.read_text()[-2000:]}"
+            time.sleep(1)
         yield url, folder
     finally:
         process.terminate()
         process.wait()
+
+
+def _answers(url):
+    try:
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +73,6 @@ def server(tmp_path_factory):
     media = ["--limit-mm-per-prompt", '{"image": 8, "video": 1}']
     with served(tmp_path_factory.mktemp("server"), "wide_qwen2_5_vl", *media) as started:
         yield started
-
-
-def _wait(url, process, log):
-    end = time.monotonic() + STARTED
-    while time.monotonic() < end:
-        assert process.poll() is None, f"vLLM ended: {log.read_text()[-2000:]}"
-        try:
-            httpx.get(f"{url}/health", timeout=5).raise_for_status()
-            return
-        except httpx.HTTPError:
-            time.sleep(1)
-    raise AssertionError(f"vLLM did not start: {log.read_text()[-2000:]}")
 
 
 def policy_of(server, sync="weights", vllm=None, model="wide_qwen2_5_vl", **options):
@@ -106,51 +103,33 @@ def test_texts_and_images_have_the_policys_log_probs_before_and_after_an_update(
         samples.append(rollout.sample)
         shake(policy)
     assert not torch.equal(*samples)
+    pictures = [tiny_vlms.image(70, 60, 0), tiny_vlms.image(56, 56, 2)]
+    between = {"text": "what <image> happens? <video> or <image>", "images": pictures}
+    assert gap(rolled(policy, [video(4, 140, 28)[0] | between], copies=2)) < NEAR
     assert len(list(policy.outside.transfer.folder.iterdir())) == 1, "the weights of now"
     assert not any("dtype" in note for note in policy.report.notes)
-
-
-def test_videos_have_the_policys_log_probs(policy):
-    assert gap(rolled(policy, video(4, 140, 28), copies=2)) < NEAR
-    between = {
-        "text": "what <image> happens? <video> or <image>",
-        "images": [tiny_vlms.image(70, 60, 0), tiny_vlms.image(56, 56, 2)],
-    }
-    assert gap(rolled(policy, [video(4, 140, 28)[0] | between], copies=2)) < NEAR
 
 
 def test_adapters_travel_alone_even_to_a_server_that_had_other_weights(policy, server):
     shake(policy, 0.1)
     rolled(policy, copies=1)  # whole weights, which are not the base model's
     adapted = policy_of(server, sync="lora", lora=2)
+    other = policy_of(server, dtype="bfloat16").notes
+    assert any("holds its weights in float32 and the policy in bfloat16" in note for note in other)
     for _ in range(2):
         assert gap(rolled(adapted, copies=1)) < 1e-4
         shake(adapted, 0.03)
 
 
-def test_another_type_of_weights_is_a_line_of_the_log(server):
-    notes = policy_of(server, dtype="bfloat16").notes
-    assert any("holds its weights in float32 and the policy in bfloat16" in note for note in notes)
-
-
-@pytest.mark.parametrize(
-    ("vllm", "words"),
-    [
+def test_what_is_missing_is_one_sentence(policy, server, monkeypatch):
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", None)
+    for vllm, words in (
         ({"shared_folder": None}, "vllm.shared_folder is missing"),
         ({"shared_folder": "/no/such/folder"}, "there is no folder /no/such/folder"),
         ({"weight_transfer": "nccl"}, "needs CUDA on this side"),
-    ],
-    ids=str,
-)
-def test_what_is_missing_is_said_before_the_model_is_loaded(server, vllm, words, monkeypatch):
-    from transformers import AutoModelForImageTextToText
-
-    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", None)
-    with pytest.raises(UserError, match=words):
-        policy_of(server, vllm=vllm)
-
-
-def test_a_request_that_the_server_refuses_is_its_own_words(policy, monkeypatch):
+    ):
+        with pytest.raises(UserError, match=words):
+            policy_of(server, vllm=vllm)
     monkeypatch.setattr(policy.outside, "model", "no-such-model")
     with pytest.raises(UserError, match=r"server_base_url = http.* answers 404: .*no-such-model"):
         rolled(policy, [{"text": "hello"}], copies=1)
@@ -159,27 +138,9 @@ def test_a_request_that_the_server_refuses_is_its_own_words(policy, monkeypatch)
 def test_what_a_broadcast_would_send_is_the_checkpoint(policy):
     """Over NCCL only this much can be tried without CUDA: names, types, shapes, order."""
     source = source_of(type("Holder", (), {"module": policy.net.hf}))
-    named = checkpoint_weights(policy.net.hf)
-    sent = list(source)
-    assert [(m.name, m.dtype, m.shape) for m in source.metadata()] == [
-        (name, value.dtype, tuple(value.shape)) for name, value in sent
-    ]
-    assert {name for name, _ in sent} == set(named)
-
-
-def test_a_judge_asks_the_same_server(server):
-    """The tiny model writes bytes at random: only where vLLM leaves it no other choice is there a
-    verdict, and elsewhere none is made up."""
-    url, _ = server
-    pictures = torch.rand(2, 3, 56, 56, generator=torch.Generator().manual_seed(0))
-    prompts = [{"text": "a cat"}, {"text": "a dog"}]
-    bound = {"structured_outputs": {"choice": ["Yes", "No"]}}
-    model = str(vllm_models.folder())  # named, since an adapter is a model there too
-    judge = ChatServer(url=f"{url}/v1", model=model, retries=0, extra=bound)
-    values = YesNo(model=judge)(pictures, prompts)
-    assert values.shape == (2,) and ((values >= 0) & (values <= 1)).all()
-    free = ChatServer(url=f"{url}/v1", model=model, retries=0, asked_again=0)
-    assert YesNo(model=free)(pictures, prompts).isnan().all()
+    sent = [(name, value.dtype, tuple(value.shape)) for name, value in source]
+    assert [(m.name, m.dtype, m.shape) for m in source.metadata()] == sent
+    assert {name for name, *_ in sent} == set(checkpoint_weights(policy.net.hf))
 
 
 def test_a_head_tied_to_the_embeddings_follows_them(server, tmp_path):
