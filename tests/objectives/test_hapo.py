@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict
-from statistics import median, pstdev
+from statistics import pstdev
 
 import pytest
 import torch
@@ -20,10 +20,8 @@ from tests.core.test_imports import ROOT
 from tests.experiment.test_resume import resumes
 from tests.fixtures import image_tokens, toys
 from tests.fixtures.records import make_point
-from tests.train.test_trainer import make_trainer
 
 SCALE = EntropyScale(median=0.1, std=0.7, highest=1.8, lowest=-2.5)
-SIZES = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 8}
 
 
 def place(entropy, scale=SCALE):
@@ -71,37 +69,25 @@ def test_the_loss_of_every_token_is_the_papers(alpha, beta):
             assert float(loss[b, t]) == pytest.approx(wanted, abs=1e-9)
 
 
-def test_the_scale_is_that_of_the_log_entropies_of_all_tokens():
+def test_the_scale_is_that_of_the_log_entropies_of_all_tokens(monkeypatch):
+    """Of all processes."""
     policy = toys.make("causal", double=True, record_entropy=True)
     with torch.no_grad():
         rollout = policy.rollout(toys.prompts(3), 5, Rng.of("scale"))
     rollout = rollout.replace(mask=rollout.mask & (torch.arange(6) < 5))
     logs = [math.log(h) for h in rollout.entropies()[rollout.mask].tolist()]
-    scale = entropy_scale(rollout)
     middle = sorted(logs)[(len(logs) - 1) // 2]  # torch's median: the lower of the two
-    assert abs(middle - median(logs)) < 0.1
     places = [(x - middle) / (pstdev(logs) + 1e-6) for x in logs]
-    wanted = {
-        "median": middle,
-        "std": pstdev(logs),
-        "highest": max(places),
-        "lowest": min(places),
-    }
-    assert asdict(scale) == pytest.approx(wanted, abs=1e-9)
-    assert asdict(entropy_scale(rollout[torch.randperm(15)])) == pytest.approx(wanted, abs=1e-9)
+    spread = {"std": pstdev(logs), "highest": max(places), "lowest": min(places)}
+    wanted = pytest.approx({"median": middle} | spread, abs=1e-9)
+    assert asdict(entropy_scale(rollout)) == wanted
+    assert asdict(entropy_scale(rollout[torch.randperm(15)])) == wanted
     assert entropy_scale(rollout.replace(mask=torch.zeros_like(rollout.mask))) is None
-
-
-def test_the_scale_is_that_of_all_processes(monkeypatch):
-    policy = toys.make("causal", double=True, record_entropy=True)
-    with torch.no_grad():
-        rollout = policy.rollout(toys.prompts(4), 4, Rng.of("two"))
-    whole = entropy_scale(rollout)
     halves = rollout[:5], rollout[5:]
-    values = [half.entropies()[half.mask] for half in halves]
-    monkeypatch.setattr(decisions, "all_gather_rows", lambda x: torch.cat(values))
+    values = torch.cat([half.entropies()[half.mask] for half in halves])
+    monkeypatch.setattr(decisions, "all_gather_rows", lambda x: values)
     for half in halves:
-        assert asdict(entropy_scale(half)) == pytest.approx(asdict(whole), abs=1e-12)
+        assert asdict(entropy_scale(half)) == wanted
 
 
 @pytest.mark.parametrize("family", ["causal", "masked"])
@@ -109,10 +95,7 @@ def test_micro_batches_change_nothing(family):
     runs = []
     for micro in (3, 8):
         policy = toys.make(family, double=True, record_entropy=True)
-        trainer = make_trainer(
-            family, policy=policy, objective=HAPO(), micro_batch_size=micro, epochs=2, **SIZES
-        )
-        trainer.iterate()
+        trainer = toys.trainer(policy, HAPO(), micro_batch_size=micro, epochs=2)
         trainer.iterate()
         runs.append(policy.weights.full())
     for name, value in runs[0].items():

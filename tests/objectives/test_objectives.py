@@ -87,34 +87,18 @@ def test_ratio_and_kl_of_published_code():
 
 def test_asymmetric_clip_bounds_each_side():
     ratio = torch.tensor([0.5, 0.95, 1.2, 2.0], dtype=torch.float64)
-    up = clip(ratio, torch.ones(4), 0.1, 0.3)
-    down = clip(ratio, -torch.ones(4), 0.1, 0.3)
-    torch.testing.assert_close(up, -torch.tensor([0.5, 0.95, 1.2, 1.3], dtype=torch.float64))
-    torch.testing.assert_close(down, torch.tensor([0.9, 0.95, 1.2, 2.0], dtype=torch.float64))
+    for sign, expected in ((1, [-0.5, -0.95, -1.2, -1.3]), (-1, [0.9, 0.95, 1.2, 2.0])):
+        assert clip(ratio, sign * torch.ones(4), 0.1, 0.3).tolist() == pytest.approx(expected)
 
 
 def test_advantages_are_clipped_and_clipping_is_counted():
     policy, point = one_step()
     big = point.replace(advantage=torch.tensor([[50.0], [-1.0]]))
-    meter = Meter()
-    with meter.listening():
+    with Meter().listening() as meter:
         loss = PolicyGradient(clip_range=1e-3, advantage_clip=5.0).loss(policy, big)
     assert float(loss[0]) == pytest.approx(-5 * 1.00050044, abs=1e-4)
     assert meter.mean("clip_fraction") == 0.5  # |0.998 - 1| > 1e-3, |1.0005 - 1| < 1e-3
-
-
-def test_options_out_of_range_are_refused():
-    for options in (
-        {"clip_range": 0.0},
-        {"clip_range": (0.1, -1.0)},
-        {"kl": -1.0},
-        {"advantage_clip": 0.0},
-        {"timestep_fraction": 0.0},
-    ):
-        with pytest.raises(UserError, match=next(iter(options))):
-            PolicyGradient(**options)
     with pytest.raises(UserError, match="flow_grpo is for flow models"):
-        policy, point = one_step()
         PolicyGradient(kl=KL(weight=1.0, form="flow_grpo")).loss(policy, point.replace(step=None))
 
 

@@ -111,7 +111,6 @@ def test_guided_answers_have_the_shaped_loss_under_every_surrogate(objective):
 
 
 def test_a_whole_sample_and_a_share_of_a_step_are_refused_beside_imitation():
-    """Two losses of several points at once: the second is asked whatever it is."""
     for other in ({"top_entropy": 0.5}, {"surrogate": "gspo"}):
         objective = config.build({"policy_gradient": {"sft": {"peak": 0.5}, **other}}, OBJECTIVES)
         why = dict(objective.unfit(toys.make("flow")))
