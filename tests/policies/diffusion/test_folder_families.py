@@ -168,7 +168,7 @@ MORE["ltx-timed"].call |= {"decode_timestep": 0.05, "decode_noise_scale": 0.0}
 ALL = CASES | MORE
 # Without guidance pipelines call their networks in another way.
 PARITY = [(name, 1.0 if name.startswith("lcm") else 2.5) for name in ALL]
-PARITY += [(name, 1.0) for name in ("sdxl", "flux", "wan", "hunyuan_i2v")]
+PARITY += [(name, 1.0) for name in ("sdxl", "flux", "wan")]
 
 
 def place_of(name):

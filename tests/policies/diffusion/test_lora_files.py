@@ -105,7 +105,7 @@ def test_diffusers_reads_our_network_from_every_form(name, tmp_path):
                 convert.rewrite_export(folder, policy.place, form)
             assert [file.name for file in folder.iterdir()] == [convert.LORA]
             continue
-        if name == "sd":  # also by readers that know no metadata
+        if name == "sd" and form == "kohya":  # also by readers that know no metadata
             assert_read(folder / convert.LORA)
             assert_read(saved(tmp_path, "bare", load_file(folder / convert.LORA)))
         convert.rewrite_export(folder, policy.place, form)
@@ -174,7 +174,7 @@ def test_forms_are_converted_into_each_other(sdxl, tmp_path):
     chosen = [name for name in modules_of(sdxl) if "attn" in name][::3]
     meant = random_adapter(sdxl, chosen)
     lora_files.write(sdxl, meant, "diffusers", tmp_path / "0.safetensors")
-    for i, form in enumerate(["kohya", "comfyui", "kohya", "diffusers"]):
+    for i, form in enumerate(["kohya", "comfyui", "diffusers"]):
         out = tmp_path / f"{i + 1}.safetensors"
         assert convert.convert(tmp_path / f"{i}.safetensors", sdxl.place, form, out) == out
     read = lora_files.read(sdxl, out)

@@ -149,8 +149,7 @@ def at_step(pipe, k, state, text):
 
 def test_from_a_picture_it_is_what_its_own_blocks_give():
     inputs = {"prompt": "text", "image": "image"}
-    policy = h3(inputs=inputs, check=True)
-    policy.prepare(PROMPTS)
+    policy = h3(inputs=inputs)
     agree(policy, own_blocks(workflow="fl2va"), image=PROMPTS[0]["image"])
 
 

@@ -84,15 +84,6 @@ def test_ltx2_blocks_sample_and_learn_as_ltx2_pipeline():
     assert_same_policies(*(form(call=SEPARATE, guidance_scale=2.5) for form in forms), copies=1)
 
 
-def test_ltx2_blocks_from_a_picture_are_the_other_form():
-    """Which step the frames after the first: no other numbers are decisions."""
-    call = {"image_crf": 0}
-    classic = make("ltx2_i2v", SIZE | call, steps=2, fixed_batch_rows=None, guidance_scale=2.5)
-    policy = modular("ltx2", call, inputs=PICTURED, guidance_scale=2.5)
-    assert policy.shape == classic.shape == (8 * 1 * 4 * 4 + 144,)
-    assert_same_policies(policy, classic, prompts=PROMPTS[:1])
-
-
 def test_ltx25_without_noise_is_what_its_own_blocks_give():
     policy = modular("ltx25", SEPARATE, guidance_scale=2.5, check=True)
     policy.prepare(PROMPTS)

@@ -10,7 +10,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.policies.diffusion.video_rates import rate_of
 from samplers.noise import Rng
-from tests.fixtures import films
+from tests.fixtures import clips
 from tests.policies.diffusion.test_any_pipeline import (
     FILM,
     PROMPTS,
@@ -77,7 +77,7 @@ def test_a_video_of_a_prompt_is_changed_on_policy():
 
 def test_videos_are_files_or_frames(tmp_path):
     arguments = make("wan_v2v", SIZE, **WAN).arguments
-    file = str(films.film(tmp_path / "clip.mp4", 9))
+    file = str(clips.film(tmp_path / "clip.mp4", 9))
 
     def shown(video, **more):
         prompt = {"text": "a", "video": video, "origin": "prompts.jsonl:7"} | more
@@ -85,7 +85,7 @@ def test_videos_are_files_or_frames(tmp_path):
 
     colours = [frame.getpixel((8, 8))[0] for frame in shown(file)]
     # at 8 a second, and the pipeline's are 16
-    assert colours == pytest.approx([0, 0, 20, 20, 40], abs=6)
+    assert colours == pytest.approx([0, 0, 50, 50, 100], abs=6)
     frames = [frame.getpixel((0, 0)) for frame in shown(FILM, fps=16)]
     assert frames == [frame.getpixel((0, 0)) for frame in FILM]
     (tmp_path / "bad.mp4").write_text("no video")
@@ -93,7 +93,7 @@ def test_videos_are_files_or_frames(tmp_path):
         str(tmp_path / "bad.mp4"): "prompts.jsonl:7: cannot read the video .*bad.mp4.*no video",
         str(tmp_path / "none.mp4"): "prompts.jsonl:7: cannot read .*none.mp4.*no such file",
         str(
-            films.film(tmp_path / "short.mp4", 1)
+            clips.film(tmp_path / "short.mp4", 1)
         ): "prompts.jsonl:7: .*short.mp4.*it lasts 0.12 s, and 5 ",
     }
     for video, sentence in says.items():
