@@ -1,7 +1,6 @@
 """The discriminator of distribution matching: losses and gradients by hand, learning, what it
 needs."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,52 +10,21 @@ from torch.nn.functional import softplus
 
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.registry import ADVANTAGES
 from mmrl.objectives.base import Critic
-from mmrl.scoring import Scorer
 from mmrl.train.critic import SnapshotUpdate
 from mmrl.train.optimizers import adamw
-from mmrl.train.trainer import Trainer
 from mmrl.zoo.objectives.discriminator import Discriminator, Gan, middle_block, reading
-from mmrl.zoo.objectives.distribution_matching import (
-    FAKE,
-    DistributionMatching,
-    FakeScore,
-    Judged,
-    Noising,
-)
+from mmrl.zoo.objectives.distribution_matching import FAKE, DistributionMatching, Judged, Noising
 from samplers.noise import Rng
 from samplers.processes import Flow, noised
 from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
-from tests.objectives.test_few_step import MEANS, Exact, Points, points_of, rows, spread
+from tests.objectives import test_few_step as few_step
+from tests.objectives.test_few_step import MEANS, Points, moved_on, rows, slopes_of, teacher
 
 
-def teacher():
-    return Exact(0.5)
-
-
-class Shifted(Exact):
-    """A teacher that is wrong: everything lies ``by`` further to the right."""
-
-    by = 1.0
-
-    def velocity(self, x, t, cond):
-        shift = torch.tensor([self.by, 0.0], dtype=x.dtype)
-        return super().velocity(x, t, {"mean": cond["mean"] + shift})
-
-
-def trainer_of(objective, steps=2, count=32, **options):
-    sizes = {"prompts_per_iteration": count, "group_size": 1, "train_batch_size": count}
-    return Trainer(
-        Points(steps=steps),
-        rows(64),
-        Scorer({"any": toys.reward}),
-        ADVANTAGES["dance_grpo"],
-        objective,
-        partial(adamw, lr=3e-3),
-        TrainOptions(**sizes | {"iterations": 1, "max_grad_norm": 1.0, "seed": 3} | options),
-    )
+def trainer_of(objective, count=32, **options):
+    return few_step.trainer_of(objective, 2, count, double=True, **options)
 
 
 def judged(policy, objective, count=6):
@@ -98,7 +66,6 @@ def test_the_critics_loss_and_gradients_by_hand():
     slopes = [p.grad.clone() for p in (*policy.net.parameters(), *head.parameters())]
     policy.net.zero_grad()
     head.zero_grad()
-
     mean = MEANS[places]
     net = policy.net
     with torch.no_grad():
@@ -127,93 +94,42 @@ def test_the_students_loss_and_gradient_by_hand():
     objective.setup(policy)
     rollout, _ = judged(policy, objective)
     fake = toys.mlp(5, 2).double()
-    with torch.no_grad():
-        for mine in policy.net.parameters():
-            mine.add_(0.1)  # the fake model stays behind
+    moved_on(policy)  # the fake model stays behind
     (point,) = objective.points(policy, rollout, Rng.of("c"))
-    alone = plain.loss(policy, point)
-    alone.sum().backward()
-    by_matching = [p.grad.clone() for p in policy.net.parameters()]
-    policy.net.zero_grad()
-    both = objective.loss(policy, point)
-    both.sum().backward()
-    slopes = [p.grad.clone() for p in policy.net.parameters()]
-    assert all(p.grad is None for p in objective.judge.module.parameters())
-    policy.net.zero_grad()
-
+    alone, both = (each.loss(policy, point) for each in (plain, objective))
     drawn = point.coupled(Noising)
     mean = MEANS[[i % 2 for i in range(len(point))]]
-    net = policy.net
     state = torch.cat([point.state, point.time[:, None], mean], 1)
-    jump = point.state - point.time[:, None] * net(state)
+    jump = point.state - point.time[:, None] * policy.net(state)
     again = noised(Flow(), jump, drawn.noise, drawn.time)
     verdict = objective.judge.module.layers(features(fake, again, drawn.time, mean))
     fooled = 0.7 * softplus(-verdict)
     torch.testing.assert_close(both, alone + fooled)
-    fooled.sum().backward()
-    for whole, part, parameter in zip(slopes, by_matching, net.parameters()):
-        torch.testing.assert_close(whole, part + parameter.grad)
-        assert parameter.grad.abs().max() > 0
-
-
-def test_without_it_nothing_is_changed():
-    """Nor before it has weights, as where gradients of rewards are compared first."""
-    policy = Points(steps=3)
-    plain = DistributionMatching(teacher=teacher)
-    early = DistributionMatching(teacher=teacher, gan=Gan(weight=1.0))
-    (first,) = points_of(policy, early, rows(6))
-    plain.setup(policy)
-    assert torch.equal(plain.loss(policy, first), early.loss(policy, first))
-    assert plain.critic().head is None and plain.judge is None
-    (point,) = points_of(policy, plain, rows(6))
-    (fake,) = FakeScore().points(policy, policy.rollout(rows(6), 1, Rng.of("a")), Rng.of("b"))
-    assert type(point.coupling) is Noising is type(fake.coupling)
-
-
-def test_the_data_correct_a_teacher_that_is_wrong():
-    def off(gan):
-        objective = DistributionMatching(
-            teacher=partial(Shifted, 0.5), fake_steps=3, fake_lr=1e-2, gan=gan
-        )
-        one = trainer_of(objective)
-        for _ in range(80):
-            metrics = one.iterate()
-        return *spread(one.policy, 2), metrics
-
-    without, _, plain = off(None)
-    distance, width, metrics = off(Gan(weight=1.0, critic_weight=1.0))
-    assert without > 0.8, without  # where the teacher is
-    assert distance < 0.6 * without and 0.2 < width < 0.9, (distance, width)
-    assert {"dmd/gan", "fake/gan", "fake/gan_right"} <= set(metrics)
-    assert not {"dmd/gan", "fake/gan"} & set(plain)
+    assert all(p.grad is None for p in objective.judge.module.parameters())
+    for whole, part, extra in zip(*(slopes_of(policy, x) for x in (both, alone, fooled))):
+        torch.testing.assert_close(whole, part + extra)
+        assert extra.abs().max() > 0
 
 
 def test_a_run_resumes_to_the_bit(tmp_path):
     def fresh():
         objective = DistributionMatching(teacher=teacher, gan=Gan(weight=0.5), reward_weight=0.3)
-        return trainer_of(
-            objective,
-            count=4,
-            group_size=2,
-            train_batch_size=8,
-            micro_batch_size=3,
-            ema=0.9,
-            precision="bf16",
-        )
+        sizes = {"group_size": 2, "train_batch_size": 8, "micro_batch_size": 3}
+        return trainer_of(objective, 4, ema=0.9, precision="bf16", **sizes)
 
     resumes(fresh, tmp_path)
 
 
 @pytest.mark.parametrize("micro", [1, 3])
 def test_passes_change_nothing(micro):
-    def weights(size):
+    weights = []
+    for size in (micro, 4):
         objective = DistributionMatching(teacher=teacher, gan=Gan(weight=0.5, critic_weight=0.5))
-        one = trainer_of(objective, count=4, micro_batch_size=size)
+        one = trainer_of(objective, 4, micro_batch_size=size)
         one.iterate()
-        head = objective.judge.module
-        return torch.cat([p.flatten() for p in (*one.policy.net.parameters(), *head.parameters())])
-
-    torch.testing.assert_close(weights(micro), weights(4), rtol=0, atol=1e-6)
+        weights.append([*one.policy.net.parameters(), *objective.judge.module.parameters()])
+    for mine, its in zip(*weights):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-6)
 
 
 # networks
@@ -292,16 +208,12 @@ def test_a_prompt_without_a_picture_is_named():
     DistributionMatching(teacher=teacher).check(Points(steps=2), lost)
 
 
-def test_a_policy_without_demonstrations_is_refused():
-    objective = DistributionMatching(gan=Gan())
+def test_policies_without_demonstrations_and_shards_are_refused():
+    objective = DistributionMatching(teacher=teacher, gan=Gan())
     reasons = dict(objective.unfit(toys.make("flow")))
     assert "takes no pictures of others" in reasons["gan"]
     assert "gan" not in dict(DistributionMatching().unfit(toys.make("flow")))
-
-
-def test_shards_are_refused():
     device = SimpleNamespace(scales_loss=False, sharded=True, optimizer_of=lambda *_: None)
-    objective = DistributionMatching(teacher=teacher, gan=Gan())
     options = TrainOptions(prompts_per_iteration=4, group_size=1, train_batch_size=4, iterations=1)
     with pytest.raises(UserError, match="objective.dmd.gan: .* FSDP2 gathers and frees"):
         SnapshotUpdate(objective.critic(), Points(steps=2), adamw, options, device)

@@ -7,20 +7,24 @@ import pytest
 import torch
 
 from mmrl import config
+from mmrl.advantages import dance_grpo
+from mmrl.config.compatibility import unfit_for_data
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.core.registry import ADVANTAGES, OBJECTIVES
+from mmrl.core.registry import OBJECTIVES
+from mmrl.core.types import SamplerState, Transition
+from mmrl.experiment.build import read
+from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.policies.contracts import EncodesMedia
 from mmrl.policies.diffusion import few_step as sampling
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, demonstrated
-from mmrl.scoring import Scorer
 from mmrl.train.device import Device
-from mmrl.train.optimizers import adamw
-from mmrl.train.trainer import Trainer
 from mmrl.zoo.objectives.consistency import Consistency
 from mmrl.zoo.objectives.distribution_matching import FAKE, DistributionMatching, Noising
+from rewards.card import card
 from samplers.noise import Rng
 from samplers.processes import Consistent, Diffusion, Flow, noised
+from samplers.windows import between_steps
 from tests.experiment.test_resume import resumes
 from tests.fixtures import toys
 
@@ -85,6 +89,10 @@ class Exact(Points):
         return (noise - clean if isinstance(self.process, Flow) else noise) + 0 * self.net.weight
 
 
+def teacher():
+    return Exact(0.5)
+
+
 def rows(count=40, width=0.5):
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(count, 2, generator=draw, dtype=torch.float64)
@@ -141,23 +149,29 @@ def test_the_known_jump_costs_nothing_as_the_teachers_steps_become_short(name):
         assert objective.loss(other, point).mean() > 100 * fine
 
 
+def slopes_of(policy, loss):
+    weights = list(policy.net.parameters())
+    slopes = torch.autograd.grad(loss.sum(), weights, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(slopes, weights)]
+
+
+def moved_on(policy, by=0.1):
+    """Trained weights that have left their snapshots behind."""
+    with torch.no_grad():
+        for parameter in policy.net.parameters():
+            parameter.add_(by)
+
+
 def test_loss_and_gradient_of_consistency_by_a_loop():
     policy = Points()
     teacher = Exact(0.5)
     objective = Consistency(teacher=lambda: teacher, teacher_steps=10, huber_c=0.1)
     (point,) = points_of(policy, objective, rows(6))
     old = toys.mlp(5, 2).double()
-    with torch.no_grad():
-        for mine, its, kept in zip(
-            policy.net.parameters(), old.parameters(), policy.weights.saved["old"].values()
-        ):
-            mine.add_(0.1)  # the average stays behind
-            assert torch.equal(its, kept)
+    for its, kept in zip(old.parameters(), policy.weights.saved["old"].values()):
+        assert torch.equal(its, kept)
+    moved_on(policy)
     loss = objective.loss(policy, point)
-    loss.sum().backward()
-    gradients = [p.grad.clone() for p in policy.net.parameters()]
-    policy.net.zero_grad()
-
     total = 0.0
     for i in range(len(point)):
         x, t = point.state[i : i + 1], point.time[i]
@@ -172,9 +186,7 @@ def test_loss_and_gradient_of_consistency_by_a_loop():
         each = ((jump - goal) ** 2 + 0.1**2).sqrt() - 0.1
         torch.testing.assert_close(loss[i, 0], each.mean())
         total = total + each.mean()
-    total.backward()
-    for mine, parameter in zip(gradients, policy.net.parameters()):
-        torch.testing.assert_close(mine, parameter.grad)
+    torch.testing.assert_close(slopes_of(policy, loss), slopes_of(policy, total))
 
 
 def test_discrete_times_are_those_of_lcm():
@@ -191,28 +203,21 @@ def test_discrete_times_are_those_of_lcm():
 # distribution matching
 
 
-def test_where_fake_and_real_agree_nothing_moves():
-    policy = Points(steps=3)
-    objective = DistributionMatching()
-    (point,) = points_of(policy, objective, rows(8))
-    objective.loss(policy, point).sum().backward()
-    assert all(not parameter.grad.any() for parameter in policy.net.parameters())
-
-
 def test_loss_and_gradient_of_distribution_matching_by_a_loop():
+    """Where fake and real agree nothing moves."""
     policy = Points(steps=3)
     teacher = Exact(0.5)
+    equal = DistributionMatching()
+    (point,) = points_of(policy, equal, rows(8))
+    assert not any(slope.any() for slope in slopes_of(policy, equal.loss(policy, point)))
     objective = DistributionMatching(teacher=lambda: teacher)
     (point,) = points_of(policy, objective, rows(6))
     fake = toys.mlp(5, 2).double()
-    with torch.no_grad():
-        for mine in policy.net.parameters():
-            mine.add_(0.1)
-    objective.loss(policy, point).sum().backward()
-    gradients = [p.grad.clone() for p in policy.net.parameters()]
-    policy.net.zero_grad()
+    moved_on(policy)
+    found = slopes_of(policy, objective.loss(policy, point))
     drawn = point.coupled(Noising)
     assert len(point.time.unique()) > 1 and drawn.time.min() > 0.02 and drawn.time.max() < 0.98
+    total = 0.0
     for i in range(len(point)):
         x, t, tau = point.state[i : i + 1], point.time[i], drawn.time[i]
         mean = MEANS[[int(point.group[i]) % 2]]
@@ -220,11 +225,10 @@ def test_loss_and_gradient_of_distribution_matching_by_a_loop():
         with torch.no_grad():
             again = (1 - tau) * jump + tau * drawn.noise[i : i + 1]
             real = again - tau * teacher.velocity(again, tau[None], {"mean": mean})
-            said = again - tau * fake(torch.cat([again, tau.view(1, 1), mean], 1))
-            direction = (said - real) / (jump - real).abs().mean()
-        (jump * direction / 2).sum().backward()  # mean over two dimensions
-    for mine, parameter in zip(gradients, policy.net.parameters()):
-        torch.testing.assert_close(mine, parameter.grad)
+            claimed = again - tau * fake(torch.cat([again, tau.view(1, 1), mean], 1))
+            direction = (claimed - real) / (jump - real).abs().mean()
+        total = total + (jump * direction / 2).sum()  # mean over two dimensions
+    torch.testing.assert_close(found, slopes_of(policy, total))
 
 
 def test_the_fake_model_learns_what_the_student_predicts():
@@ -233,8 +237,7 @@ def test_the_fake_model_learns_what_the_student_predicts():
     policy.weights.keep(FAKE)
     with torch.no_grad():
         rollout = policy.rollout(rows(6), 1, Rng.of("a"))
-        for mine in policy.net.parameters():
-            mine.add_(0.1)
+    moved_on(policy)
     (point,) = critic.objective.points(policy, rollout, Rng.of("b"))
     with policy.weights.using(FAKE):
         loss = critic.objective.loss(policy, point)
@@ -253,19 +256,13 @@ def test_the_fake_model_learns_what_the_student_predicts():
 # training
 
 
-def trainer_of(objective, steps=1, count=32, lr=3e-3, **options):
-    policy = Points(steps=steps, double=False)
+def trainer_of(objective, steps=1, count=32, lr=3e-3, double=False, reward=toys.reward, **options):
+    policy = Points(steps=steps, double=double)
     policy.net.requires_grad_(True)
-    sizes = {"prompts_per_iteration": count, "group_size": 1, "train_batch_size": count}
-    return Trainer(
-        policy,
-        rows(64),
-        Scorer.nothing() if objective.requires.supervised else Scorer({"any": toys.reward}),
-        ADVANTAGES["dance_grpo"],
-        objective,
-        partial(adamw, lr=lr),
-        TrainOptions(**sizes | {"iterations": 1, "max_grad_norm": 1.0, "seed": 3} | options),
-    )
+    sizes = {"prompts_per_iteration": count, "group_size": 1, "train_batch_size": count, "seed": 3}
+    if objective.requires.supervised and not objective.requires.differentiates:
+        reward = None
+    return toys.trainer(policy, objective, reward, dance_grpo, lr, data=rows(64), **sizes | options)
 
 
 def spread(policy, steps=1):
@@ -281,6 +278,12 @@ def single(**options):
     return partial(Exact, 0.5, double=False, **options)
 
 
+class Euler(Exact):
+    """The teacher, sampled by steps of its ODE."""
+
+    renews = False
+
+
 def test_a_student_of_one_step_beats_its_teacher_at_one_step():
     width = spread(Euler(0.5, double=False))[1]
     assert width < 1e-6  # the teacher's one step ends at the mean
@@ -292,12 +295,6 @@ def test_a_student_of_one_step_beats_its_teacher_at_one_step():
     mean, width = spread(trainer.policy)
     assert mean < 0.25 and 0.35 < width < 0.65, (mean, width)
     assert metrics["consistency_error"] < 0.02
-
-
-class Euler(Exact):
-    """The teacher, sampled by steps of its ODE."""
-
-    renews = False
 
 
 def test_distribution_matching_finds_the_width():
@@ -312,14 +309,6 @@ def test_distribution_matching_finds_the_width():
     assert "error" not in metrics and trainer.critic.inner.step == 3 * trainer.update.step
 
 
-@pytest.mark.parametrize("make", [Consistency, DistributionMatching])
-def test_a_run_resumes_to_the_bit(make, tmp_path):
-    def fresh():
-        return trainer_of(make(), count=4, micro_batch_size=3, ema=0.9, precision="bf16")
-
-    resumes(fresh, tmp_path)
-
-
 def test_the_fake_model_has_an_optimizer_of_its_own():
     trainer = trainer_of(DistributionMatching(teacher=single(), fake_lr=0.5), count=4)
     before = {k: v.clone() for k, v in trainer.policy.weights.saved[FAKE].items()}
@@ -330,19 +319,6 @@ def test_the_fake_model_has_an_optimizer_of_its_own():
     moved = [(v - before[k]).abs().max() for k, v in trainer.policy.weights.saved[FAKE].items()]
     live = [p.detach() - before[k] for k, p in trainer.policy.weights.parameters().items()]
     assert max(moved) > 0.1 > max(x.abs().max() for x in live) > 0
-
-
-@pytest.mark.parametrize("micro", [1, 3])
-def test_passes_change_nothing(micro):
-    def weights(size):
-        trainer = trainer_of(
-            DistributionMatching(teacher=partial(Exact, 0.5)), 2, 4, micro_batch_size=size
-        )
-        trainer.policy.net.double()
-        trainer.iterate()
-        return torch.cat([p.flatten() for p in trainer.policy.net.parameters()])
-
-    torch.testing.assert_close(weights(micro), weights(4), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -359,18 +335,151 @@ def test_what_does_not_fit_is_said(options, policy, says):
         raise UserError("; ".join(why for _, why in objective.unfit(Points(**policy))))
 
 
-def test_a_teacher_of_another_latent_space_is_refused():
+def test_what_does_not_fit_a_run_is_refused(monkeypatch):
     objective = DistributionMatching(teacher=partial(toys.make, "video"))
     with pytest.raises(UserError, match="objective.dmd.teacher: .*latent space"):
         objective.setup(toys.make("flow"))
-
-
-def test_a_row_without_a_picture_names_the_objectives_own_option():
     with pytest.raises(UserError, match="no 'answer'.* another with objective.consistency.field"):
         Consistency().check(Points(), [{"text": "a red cat"}])
-
-
-def test_a_scaled_loss_is_refused_since_the_fake_models_is_not(monkeypatch):
     monkeypatch.setattr(Device, "scales_loss", True)
     with pytest.raises(UserError, match="precision fp16: the snapshot fake learns .* use bf16"):
         trainer_of(DistributionMatching(teacher=single()), 2, 4)
+
+
+# Rewards beside distillation
+
+
+@card(differentiable=True)
+def to_the_right(media, prompts):
+    return 0.5 * media[:, 0]
+
+
+def rewarded(objective, reward=to_the_right, steps=3, **options):
+    sizes = {"group_size": 4, "train_batch_size": 16} | options
+    return trainer_of(objective, steps, 4, double=True, reward=reward, **sizes)
+
+
+def gradients(objective, **options):
+    one = rewarded(objective, **options)
+    batch = one.collect()
+    with torch.no_grad():
+        for parameter in one.policy.net.parameters():
+            parameter.add_(0.02)  # so that ratios are not 1
+    return one.update.gradient(batch, batch.rollout)
+
+
+@pytest.mark.parametrize("micro", [None, 3])
+def test_its_gradient_is_the_sum_of_both(micro):
+    alone = gradients(DistributionMatching(teacher=teacher))
+    rewards = gradients(PolicyGradient(clip_range=0.3))
+    mixed = DistributionMatching(teacher=teacher, reward_weight=0.7, clip_range=0.3)
+    for both, matching, policy in zip(gradients(mixed, micro_batch_size=micro), alone, rewards):
+        torch.testing.assert_close(both, matching + 0.7 * policy, rtol=1e-6, atol=1e-9)
+        assert policy.abs().max() > 1e-3 and matching.abs().max() > 1e-3
+
+
+def test_without_a_weight_nothing_is_changed():
+    """To the bit: points, losses, gradients and what is kept."""
+    plain = DistributionMatching(teacher=teacher)
+    mixed = DistributionMatching(teacher=teacher, reward_weight=0.5)
+    policy = Points(steps=3)
+    (alone,) = points_of(policy, plain, rows(6))
+    matched, *decisions = points_of(policy, mixed, rows(6))
+    assert torch.equal(alone.state, matched.state) and type(matched.step) is SamplerState
+    assert all(type(point.step) is Transition for point in decisions) and len(decisions) == 2
+    assert torch.equal(plain.loss(policy, alone), mixed.loss(policy, matched))
+    assert not plain.requires.compares and not plain.requires.visits
+    assert mixed.requires.compares and mixed.requires.visits
+    assert plain.state_dict() == {} and plain.snapshots == ("fake",) == mixed.snapshots
+
+
+def test_decisions_and_states_without_a_score_are_left_out():
+    """And processes with fewer passes of one kind fill them up by that kind."""
+
+    def some(media, prompts):
+        return torch.where(media[:, 1] < 0, torch.nan, to_the_right(media, prompts))
+
+    objective = DistributionMatching(teacher=teacher, reward_weight=0.5)
+    one = rewarded(objective, some, max_reward_failure_rate=1.0, micro_batch_size=4)
+    one.scorer.max_failures = 1.0
+    batch = one.collect()
+    alive = batch.rollout.alive()
+    assert 0 < alive.sum() < len(alive)
+    points = one.update.passes.points(batch.rollout, Rng.of("u"), False)
+    count, cut = one.update.passes.cut(batch, points, 4, Rng.of("u"))
+    kinds = [type(point.step) for point in cut]
+    states = -(-int(alive.sum()) // 4)
+    assert kinds == [SamplerState] * states + [Transition] * (count - states)
+
+
+def test_a_run_resumes_to_the_bit(tmp_path):
+    def fresh():
+        objective = Consistency(reward_weight=0.5, num_noise_draws=2)
+        sizes = {"group_size": 1, "train_batch_size": 4, "micro_batch_size": 3}
+        return rewarded(objective, ema=0.9, precision="bf16", **sizes)
+
+    resumes(fresh, tmp_path)
+
+
+def test_consistency_beside_rewards_by_a_loop():
+    """The loss and its gradient: the distance, less beta times the reward of the jump."""
+    policy = Points()
+    plain = Consistency(teacher=teacher, teacher_steps=10)
+    mixed = Consistency(teacher=teacher, teacher_steps=10, reward_weight=0.4)
+    mixed.attach(toys.smooth_reward)
+    assert mixed.requires.differentiates and not plain.requires.differentiates
+    (point,) = points_of(policy, plain, rows(6))
+    (same,) = points_of(policy, mixed, rows(6))
+    losses = [plain.loss(policy, point), mixed.loss(policy, same)]
+    cond = torch.cat([point.time[:, None], policy.encode(rows(6))["mean"][point.group]], 1)
+    jump = point.state - point.time[:, None] * policy.net(torch.cat([point.state, cond], 1))
+    earned = -(jump - 1).square().mean(1)
+    torch.testing.assert_close(losses[1][:, 0], losses[0][:, 0] - 0.4 * earned)
+    parts = [slopes_of(policy, x) for x in (losses[1], losses[0], -0.4 * earned)]
+    for whole, by_distance, by_reward in zip(*parts):
+        torch.testing.assert_close(whole, by_distance + by_reward)
+        assert by_reward.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dmd": {"clip_range": 0.1}}, "objective.dmd.clip_range: .* set reward_weight"),
+        ({"dmd": {"reward_weight": 1.0, "surrogate": "gspo"}}, "dmd.surrogate: .* choose the"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(options, says):
+    with pytest.raises(UserError, match=says):
+        config.build(options, OBJECTIVES)
+
+
+def test_samplers_without_noise_and_means_over_rows_are_refused():
+    mixed = DistributionMatching(teacher=teacher, reward_weight=1.0)
+    with pytest.raises(UserError, match="none of the sampler's steps draws noise"):
+        rewarded(mixed, steps=1).iterate()
+    policy = Points(steps=1, noise_window=between_steps)
+    assert len(points_of(policy, DistributionMatching(teacher=teacher), rows(4))) == 1
+    sizes = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 16, "iterations": 1}
+    train = TrainOptions(**sizes, loss_agg_mode="seq_mean_token_mean")
+    (why,) = unfit_for_data(train, mixed, Points)
+    assert why.startswith("train.loss_agg_mode: seq_mean_token_mean, but the objective sums two")
+    assert not list(unfit_for_data(train, DistributionMatching(teacher=teacher), Points))
+
+
+WHOLE = """
+policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 2, scheduler: lcm}}
+data: {digits: {kind: single, pictures: 2}}
+reward: {%s: 1.0}
+objective: {consistency: {reward_weight: %s}}
+optimizer: {adamw: {lr: 1e-3}}
+train: {prompts_per_iteration: 4, group_size: 1, train_batch_size: 4, iterations: 1}
+"""
+
+
+def test_rewards_without_a_gradient_are_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "run.yaml").write_text(WHOLE % ("jpeg_compressibility", 0.1))
+    with pytest.raises(UserError, match="reward 'jpeg_compressibility' cannot be used"):
+        read(tmp_path / "run.yaml", [])
+    for reward, weight in (("jpeg_compressibility", 0.0), ("digits", 0.1)):
+        (tmp_path / "run.yaml").write_text(WHOLE % (reward, weight))
+        read(tmp_path / "run.yaml", [])
