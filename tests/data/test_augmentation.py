@@ -7,32 +7,24 @@ import numpy as np
 import pytest
 
 from mmrl.core.errors import UserError
-from mmrl.data.base import Outcome, batch
+from mmrl.data.base import batch
 from mmrl.policies.vlm.media import noisy, shown_image
 from mmrl.zoo.curricula.augmentation import Difficulty
-from mmrl.zoo.curricula.selection import Vade
+from tests.data.test_suggestions import told
 from tests.fixtures import tiny_vlms
 from tests.policies.vlm.test_vlm_policy import policy_of, quiet  # noqa: F401
 
 STEPS = ["look", "count", "add", "say"]
 
 
-class Plain:
-    def __init__(self, count=5):
-        self.train = [
-            {"text": f"q{i}", "reasoning": STEPS, "images": [tiny_vlms.image(56, 56, i)]}
-            for i in range(count)
-        ]
-        self.held_out = []
-
-
-def told(rewards):
-    return [Outcome(i, r, False, (r, r)) for i, r in enumerate(rewards)]
+def plain():
+    rows = [{"text": f"q{i}", "images": [tiny_vlms.image(56, 56, i)]} for i in range(5)]
+    return SimpleNamespace(train=[row | {"reasoning": STEPS} for row in rows], held_out=[])
 
 
 def test_prompts_are_changed_by_how_easy_they_are_by_loop():
     options = {"margin": 0.1, "scale": 0.5, "noise": 0.4, "share": 0.75, "window": 2, "decay": 0.5}
-    data = Difficulty(Plain(), **options).train
+    data = Difficulty(plain(), **options).train
     assert batch(data, 5, 0, 0) == batch(data.inner, 5, 0, 0), "nothing is known yet"
     visits = [[0.0, 0.5, 1.0, 0.3, 0.7], [0.0, 0.6, 0.5, 0.3, 1.0], [0.2, 0.6, 1.0, 0.0, 1.0]]
     for rewards in visits:
@@ -53,14 +45,9 @@ def test_prompts_are_changed_by_how_easy_they_are_by_loop():
             count = min(max(round(0.75 * strength * 4), 1), 3)
             text += "\nHint: " + "\n".join(STEPS[:count])
         assert prompt["text"] == text
-    changed = {len(prompt["text"]) > 2 for prompt in batch(data, 5, 3, 0)}
-    assert changed == {True, False}
-    again = Difficulty(Plain(), **options).train
+    again = Difficulty(plain(), **options).train
     again.load_state_dict(json.loads(json.dumps(data.state_dict())))
     assert [p["text"] for p in batch(again, 5, 3, 0)] == [p["text"] for p in batch(data, 5, 3, 0)]
-    asked = Vade(Difficulty(Plain(), **options)).train
-    asked.learn(told(visits[0]))
-    assert any("Hint" in prompt["text"] for prompt in batch(asked, 5, 1, 0))
     with pytest.raises(UserError, match="difficulty: no prompt has the field 'reasoning'"):
         Difficulty(SimpleNamespace(train=[{"text": "a"}], held_out=[]))
 
@@ -74,7 +61,6 @@ def test_noise_reaches_the_pixels_that_a_model_sees():
     assert (seen - plain)[inner].std() == pytest.approx(25.5, rel=0.1)
     assert (seen == np.array(shown_image(prompt["images"][0], hard))).all(), "the same every time"
     frames = np.full((3, 8, 8, 3), 128, dtype=np.uint8)
-    assert noisy(frames, prompt, "video 0") is frames
     assert (noisy(frames, hard, "video 0") != noisy(frames, hard, "video 1")).any()
     inputs = policy_of(max_new_tokens=4).inputs
     before, after = (inputs.take(each)[0]["pixel_values"] for each in (prompt, hard))

@@ -28,16 +28,18 @@ def test_a_folder_of_pictures_beside_their_captions(folder):
     found = {prompt["text"]: prompt["answer"] for prompt in [*source.train, *source.held_out]}
     assert found == {f"picture {name}": str((folder / f"{name}.png").resolve()) for name in "abc"}
     assert source.train and source.held_out and not Captions(folder, held_out=0).held_out
+    (folder / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"a.png: no caption; write it into a.txt"):
+        Captions(folder)
 
 
-@pytest.mark.parametrize("name", ["metadata.jsonl", "rows.jsonl"])
-def test_a_table_of_files_and_captions_keeps_other_values(folder, name):
+def test_a_table_of_files_and_captions_keeps_other_values(folder):
     rows = [
         {"file_name": "a.png", "text": "one", "label": 3},
         {"image": "b.png", "caption": "two", "plan": "red"},
     ]
-    path = table(folder, *rows, name=name)
-    first, second = Captions(folder if name == "metadata.jsonl" else path, held_out=0).train
+    path = table(folder, *rows, name="metadata.jsonl")
+    first, second = Captions(folder, held_out=0).train
     assert (first["label"], second["plan"]) == (3, "red")
     assert (first["text"], second["text"]) == ("one", "two")
     assert first["origin"] == f"{path}:1" and second["answer"].endswith("b.png")
@@ -70,14 +72,3 @@ def test_a_broken_row_is_named_with_its_line(folder, row, message):
     table(folder, row, name="metadata.jsonl")
     with pytest.raises(UserError, match=f"metadata.jsonl:1: .*{message}"):
         Captions(folder)
-
-
-def test_what_holds_no_captions_is_refused(folder):
-    (folder / "empty").mkdir()
-    for path, sentence in (
-        (folder / "empty", "no pictures with captions there"),
-        (folder, r"a.png: no caption; write it into a.txt"),
-        (folder / "a.png", "a.png: rows are read from .txt"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            Captions(path)

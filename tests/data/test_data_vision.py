@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 
 import pytest
 
-from mmrl.config import build
-from mmrl.core.registry import DATA
 from mmrl.data.vision.source import Vision, in_messages
 from tests.fixtures import tiny_vlms
 from tests.fixtures.clips import film
@@ -95,10 +92,7 @@ LAYOUTS = [  # a row as its makers write it, and what of it is read
         {"messages": [user("a"), reply("b"), user("c")], "answer": "d"},
     ),
     # Qwen, and MM-Eureka
-    (
-        {"messages": [WHY, reply([words("7")])]},
-        {"messages": [WHY], "text": "q", "answer": "7"},
-    ),
+    ({"messages": [WHY, reply([words("7")])]}, {"messages": [WHY], "text": "q", "answer": "7"}),
     ({"message": json.dumps([WHY]), "answer": "3"}, {"text": "q", "messages": [WHY]}),
     # TRL: the conversation is the prompt, pictures beside it; answers that are compared
     (
@@ -168,16 +162,6 @@ def test_rows_are_read_as_their_makers_write_them(folder, row, expected):
     assert prompt.get("system") in ("be brief", "short", None)
 
 
-def test_a_picture_in_a_cell_and_the_address_of_a_file_are_read(folder):
-    """As in VLMEvalKit's tables, and as Qwen's examples write it."""
-    content = base64.b64encode((folder / IMAGE).read_bytes()).decode()
-    address = {"type": "image", "image": f"file://{folder / IMAGE}"}
-    rows = [{"question": "q", "image": content}, {"messages": [user(address, words("q"))]}]
-    cell, talk = every(written(folder, "q.jsonl", rows))
-    assert cell["images"][0].size == (40, 30)
-    assert talk["messages"][0]["content"][0]["image"] == str(folder / IMAGE)
-
-
 def test_lists_of_pictures_are_clips_whose_rate_the_row_says(folder):
     two = ["pics/0.png", "pics/1.png"]
     whole = [str(folder / name) for name in two]
@@ -190,23 +174,17 @@ def test_lists_of_pictures_are_clips_whose_rate_the_row_says(folder):
     first, second, third = every(written(folder, "q.jsonl", rows))
     assert first["video"] == whole and second["video"] == [whole, str(folder / "clip.mp4")]
     assert third["messages"][0]["content"][0]["video"] == whole
-    del rows[0]["fps"], part[0]["sample_fps"]
+    del rows[0]["fps"]
     said = message(every, written(folder, "q.jsonl", rows))
-    assert "q.jsonl:1: its video: it is given as frames" in said and "1 more rows like it" in said
+    assert "q.jsonl:1: its video: it is given as frames" in said
 
 
 def test_fields_say_what_is_called_how(folder):
-    path = written(
-        folder, "q.jsonl", [{"q": "what?", "pic": "0.png", "gold": "a", "classes": ["dog"]}]
-    )
+    row = {"q": "what?", "pic": "0.png", "gold": "a", "classes": ["dog"]}
+    path = written(folder, "q.jsonl", [row])
     fields = {"text": "q", "images": "pic", "answer": "gold", "labels": "classes"}
     (prompt,) = every(path, images=folder / "pics", columns=fields)
-    assert (
-        prompt["text"] == "what?"
-        and prompt["answer"] == "a"
-        and prompt["labels"] == ["dog"]
-        and "q" not in prompt
-    )
+    assert (prompt["text"], prompt["answer"], prompt["labels"]) == ("what?", "a", ["dog"])
     assert "q.jsonl:1: no column 'no' (columns.text); it has q, pic, gold, classes" in message(
         every, path, columns={"text": "no"}
     )
@@ -280,9 +258,7 @@ def test_annotations_of_coco_are_questions_for_boxes(folder):
     path = written(folder, "instances.json", COCO)
     (prompt,) = every(path, images=folder / "pics")
     assert prompt["boxes"] == [[5, 6, 15, 10], [0, 0, 2, 2]] and prompt["labels"] == ["dog", "cat"]
-    assert "dog, cat" in prompt["text"] and prompt["width"] == 40
-    assert prompt["origin"] == f"{path}: image 0"
-    assert every(path, images=folder / "pics", question="{labels}?")[0]["text"] == "dog, cat?"
+    assert "dog, cat" in prompt["text"] and prompt["origin"] == f"{path}: image 0"
     first, second, _ = COCO["annotations"]
     expressions = [
         first | {"caption": "the left dog"},
@@ -340,11 +316,9 @@ def test_all_broken_rows_are_counted_and_the_first_named(folder):
         assert [p["text"] for p in every(path, broken="skip")] == ["fine"]
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-def test_rows_of_a_json_list_have_their_line(folder, indent):
-    path = written(folder, "q.json", [{"text": "a"}, {"text": "b", "image": "gone.png"}], indent)
-    line = 1 if indent is None else 5
-    assert f"{path}:{line}: no file" in message(every, path)
+def test_rows_of_a_json_list_have_their_line(folder):
+    path = written(folder, "q.json", [{"text": "a"}, {"text": "b", "image": "gone.png"}], 1)
+    assert f"{path}:5: no file" in message(every, path)
     path.write_text('[{"text": "a"},\n {"text": ]')
     assert message(every, path).startswith(f"{path}:2: broken JSON")
 
@@ -354,44 +328,13 @@ def test_what_is_held_out_is_decided_by_the_picture(folder):
     seen = [SEEN | {"image": f"pics/{i % 6}.png"} for i in range(12)]
     talks = [{"messages": [user(one, words("how many?"))]} for one in seen]
     path = written(folder, "q.jsonl", rows)
-    plain = Vision(path, held_out=0.4)
-    assert len(plain.train) + len(plain.held_out) == 60
-    for source in (plain, Vision(written(folder, "talks.jsonl", talks), held_out=0.4)):
+    talks = written(folder, "talks.jsonl", talks)
+    for source in (Vision(path, held_out=0.4), Vision(talks, held_out=0.4)):
         sides = [
             {(p.get("images") or in_messages(p))[0] for p in side}
             for side in (source.train, source.held_out)
         ]
         assert all(sides) and not sides[0] & sides[1]
-    apart = Vision(path, held_out=written(folder, "other.jsonl", rows[:5]))
-    assert len(apart.held_out) == 5 and len(apart.train) == 60
-
-
-def test_a_folder_has_its_parts(folder):
-    written(folder, "train.jsonl", [{"text": "a", "image": "pics/0.png"}])
-    written(folder, "test.json", [{"text": "b", "image": "pics/1.png"}])
-    source = build({"vision": {"path": str(folder)}}, DATA, "data")
-    assert [[p["text"] for p in side] for side in (source.train, source.held_out)] == [["a"], ["b"]]
-    assert "no caption; write it into 0.txt" in message(Vision, folder / "pics")
-    assert "rows are read from" in message(Vision, folder / "clip.mp4")
-
-
-def test_parquet_and_saved_data_sets(folder):
-    pa = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
-    png = (folder / "pics/0.png").read_bytes()
-    picture = {"bytes": png, "path": "0.png"}
-    rows = [
-        {"problem": "what?", "image": picture, "solution": "a"},
-        {"problem": "why?", "image": picture, "solution": None},
-    ]
-    (folder / "set" / "data").mkdir(parents=True)
-    table = pa.Table.from_pylist(rows)
-    pq.write_table(table, folder / "set" / "data" / "train-00000-of-00001.parquet")
-    pq.write_table(table.slice(0, 1), folder / "set" / "data" / "test-00000-of-00001.parquet")
-    source = Vision(folder / "set")
-    assert [p["text"] for p in source.train] == ["what?", "why?"] and len(source.held_out) == 1
-    assert source.train[0]["images"][0].size == (40, 30) and "answer" not in source.train[1]
-    assert source.train[1]["origin"].endswith("train-00000-of-00001.parquet: row 2")
 
 
 def test_tables_without_their_library_say_what_to_install(folder, monkeypatch):

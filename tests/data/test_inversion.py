@@ -53,7 +53,6 @@ def test_a_share_is_inverted_the_same_every_time_and_only_to_train_on(tmp_path):
     once = inverted(prompts, 0.5)
     assert once == inverted(prompts, 0.5)
     assert 160 < sum("inverted" in prompt for prompt in once) < 240
-    assert inverted(prompts, 0.0) == prompts and inverted([], 0.5) == []
     listed = "A a cube\nB a ball\nC a ring\nD nothing"
     rows = [question(f"What is number {n}?\n{listed}") for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

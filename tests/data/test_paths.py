@@ -13,7 +13,6 @@ from mmrl.data.prompts import Prompts, read
 from mmrl.data.vision.source import Vision
 from mmrl.zoo.stages.answers import of_field
 from tests.fixtures import tiny_vlms
-from tests.fixtures.mistakes import message
 
 SOURCES = {
     "prompts": (Prompts, {}),
@@ -58,7 +57,6 @@ def test_what_policies_open_is_a_path_also_where_no_file_is(folder):
     for prompt in (Prompts(str(path), held_out=0).train[0], read(path)[0]):
         assert prompt["images"] == [str(folder / "one" / name) for name in ("gone.png", "a.png")]
         assert prompt["video"] == str(folder / "one" / "gone.mp4")
-        assert prompt["text"] == "a text of one"
 
 
 def test_answers_in_a_field_and_tables_below_a_folder_name_their_pictures(folder):
@@ -69,13 +67,6 @@ def test_answers_in_a_field_and_tables_below_a_folder_name_their_pictures(folder
     written(folder / "two" / "data", image="a.png")
     (prompt,) = Vision(str(folder / "two"), held_out=0).train
     assert prompt["images"] == [str(folder / "two" / "a.png")]
-
-
-@pytest.mark.parametrize("kind, hint", [("captions", "at the file"), ("vision", "option images")])
-def test_a_missing_file_is_said_with_the_remedy_of_its_source(folder, kind, hint):
-    path = written(folder / "one", image="gone.png")
-    said = message(SOURCES[kind][0], path, held_out=0)
-    assert f"rows.jsonl:1: no file {folder / 'one' / 'gone.png'}" in said and hint in said
 
 
 def test_escapes_of_addresses_of_files_are_read(folder):

@@ -1,26 +1,16 @@
-"""Pairs of pictures as data sets publish them, captions as kohya's trainer and lists have them, and
-buckets of proportions."""
+"""Pairs and captions as data sets and trainers write them, and buckets of proportions."""
 
-import io
 import json
 from collections import Counter
 
 import pytest
 from PIL import Image
 
-from mmrl.core import framing
 from mmrl.core.errors import UserError
 from mmrl.data.by_size import BySize
 from mmrl.data.captions import Captions
 from mmrl.data.ledger import collecting
-from mmrl.data.pairs import PreferencePairs
 from mmrl.data.published import pairs_in
-
-
-def jpeg(colour, size=(8, 8)):
-    buffer = io.BytesIO()
-    Image.new("RGB", size, colour).save(buffer, "JPEG")
-    return buffer.getvalue()
 
 
 def sides(pairs):
@@ -31,8 +21,6 @@ ONE = [("p", "a", "b")]
 TWO = [("p", "b", "a")]
 PICK = {"caption": "p", "jpg_0": "a", "jpg_1": "b", "has_label": True}
 RAPIDATA = {"prompt": "p", "image1": "a", "image2": "b"}
-
-
 RANKED = {"prompt": "p", "image_path": ["a", "b", "c"], "rank": [2, 1, 2]}
 WEIGHTED = RAPIDATA | {
     "weighted_results_image1_preference": 0.8,
@@ -76,21 +64,6 @@ def test_rows_of_published_data_are_pairs(row, expected, undecided):
 def test_rows_that_do_not_say_which_is_better_are_broken(row, words):
     with pytest.raises(ValueError, match=words):
         pairs_in(row, Counter())
-
-
-def test_pick_a_pic_is_read_from_its_table_and_ties_are_counted(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    pictures = {"jpg_0": [jpeg("red")] * 3, "jpg_1": [jpeg("blue")] * 3}
-    labels = {"label_0": [1.0, 0.0, 0.5], "has_label": [True] * 3}
-    rows = {"caption": ["one", "two", "tie"], **pictures, **labels}
-    pq.write_table(pa.table(rows), tmp_path / "pick.parquet")
-    with collecting() as summaries:
-        source = PreferencePairs(tmp_path / "pick.parquet", held_out=0)
-    reds = [prompt["chosen"].convert("RGB").getpixel((0, 0))[0] for prompt in source.train]
-    assert [red > 200 for red in reds] == [True, False]
-    assert "1 equally good, no pair" in summaries[0].lines()[0]
 
 
 def test_captions_in_a_list_are_rows_of_one_side(tmp_path):
@@ -145,13 +118,3 @@ def test_iterations_have_one_size_and_an_epoch_has_all():
     again = [BySize(rows, lambda prompt: prompt["size"]).batch(3, i, seed=1) for i in (5, 4)]
     assert again == [batches[5], batches[4]]
     assert {drawn.pick(u / 10, 0)["size"] for u in range(10)} == {batches[-1][0]["size"]}
-
-
-def test_what_pictures_lose_and_how_far_they_are_enlarged_is_counted():
-    target = (32, 32)
-    pictures = [((40, 400), "pan"), ((8, 8), "tiny"), ((32, 34), "fine")]
-    said = framing.sentence(framing.Framed(name, size, target) for size, name in pictures)
-    assert "of 3 pictures 1 lose more than a tenth" in said
-    assert "(pan most, 90% of 400 x 40)" in said
-    assert "1 are enlarged (tiny most, 4.0 times)" in said
-    assert not framing.sentence([framing.Framed("fine", (32, 34), target)])

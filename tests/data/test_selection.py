@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,14 +69,8 @@ def simulate(data, iterations, count=8, start=0):
 
 
 RATES = [0.0, 0.02, 0.5, 0.98, 1.0, 0.5, 0.01, 0.99] * 8
-SOURCES = {
-    "vade": lambda: Vade(Bernoulli(RATES)),
-    "vas": lambda: Vas(Bernoulli(RATES)),
-    "pcl": lambda: Pcl(Bernoulli(RATES)),
-    "pcl_both": lambda: Pcl(Bernoulli(RATES), value="both"),
-    "sec": lambda: Sec(Bernoulli(RATES)),
-    "depo": lambda: Depo(Bernoulli(RATES)),
-}
+BOTH = {"value": "both"}
+SOURCES = [("vade", {}), ("vas", {}), ("pcl", {}), ("pcl", BOTH), ("sec", {}), ("depo", {})]
 
 
 def signals(drawn):
@@ -84,17 +79,16 @@ def signals(drawn):
     return 1 - sum(flat) / len(flat)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_resumed_run_draws_the_same_and_more_groups_have_a_signal(name):
+@pytest.mark.parametrize(("name", "options"), SOURCES)
+def test_a_resumed_run_draws_the_same_and_more_groups_have_a_signal(name, options):
     """More than of prompts drawn alike."""
     rates = Bernoulli(RATES).train
     plain = [{**prompt, "entry": i} for i, prompt in enumerate(rates)]
     alike = [answered(batch(plain, 8, i, SEED), i) for i in range(30, 60)]
-    data = SOURCES[name]().train
+    data, again = (DATA[name](Bernoulli(RATES), **options).train for _ in range(2))
     part = data.restricted(data.prompts[10:13])
     assert {p["entry"] for p in batch(part, 8, 0, SEED)} <= {10, 11, 12}
     simulate(data, 30)
-    again = SOURCES[name]().train
     again.load_state_dict(json.loads(json.dumps(data.state_dict())))
     found = [simulate(one, 30, start=30) for one in (data, again)]
     first, second = ([[p["entry"] for p in prompts] for prompts, _ in one] for one in found)
@@ -120,6 +114,12 @@ def test_weights_of_answers_fade_at_visits_and_between_them():
         assert statistics.weight(5) == pytest.approx(expected, abs=1e-12)
         assert statistics[5].mean == pytest.approx(mean, abs=1e-12)
     assert statistics.weight(6) == 0
+    statistics = PromptStatistics(0.5)
+    for rewards in ((1.0, 0.0, 0.5), (0.25, 0.75)):
+        statistics.learn([Outcome(5, 0.0, False, rewards)])
+    spread = np.cov([1.0, 0.0, 0.5, 0.25, 0.75], aweights=[0.5, 0.5, 0.5, 1, 1], ddof=0)
+    assert statistics[5].variance == pytest.approx(float(spread), abs=1e-12)
+    assert statistics[5].advantage == mean_advantage((0.25, 0.75)) == pytest.approx(1.0)
 
 
 def test_vade_draws_rates_from_beta_posteriors():
@@ -152,13 +152,9 @@ def test_vas_scores_by_variance_and_diversity_and_keeps_a_uniform_share():
     plain = batch(data.inner, 2, 30, SEED)
     assert chosen[6:] == plain and len({p["entry"] for p in chosen}) == 8
     count = Counter(p["entry"] for i in range(400) for p in batch(data, 8, i, SEED)[:6])
-    weights = [source.promotion(entry) for entry in range(len(RATES))]
-    high = max(range(len(RATES)), key=weights.__getitem__)
-    low = min(range(len(RATES)), key=weights.__getitem__)
-    assert count[high] > 2 * count[low]
+    order = sorted(range(len(RATES)), key=source.promotion)
+    assert count[order[-1]] > 2 * count[order[0]]
     assert not Vas(Bernoulli(RATES), diversity=0.0).train.measures
-    with pytest.raises(UserError, match="both 0"):
-        Vas(Bernoulli(RATES), variance=0.0, diversity=0.0)
 
 
 def test_pcl_takes_the_candidates_nearest_to_the_target():
@@ -177,34 +173,26 @@ def test_pcl_takes_the_candidates_nearest_to_the_target():
     assert batch(data, 8, 12, SEED) == [candidates[i] for i in order]
 
 
-def test_the_value_model_takes_the_steps_of_its_formula():
-    """min sum (x'w - r)^2 + ridge |w - old|^2, in closed form; the order does not matter."""
+def test_the_value_model_takes_the_steps_of_its_formula(tmp_path):
+    """min sum (x'w - r)^2 + ridge |w - old|^2, in closed form."""
     rng = np.random.default_rng(0)
-    model, again = (ValueModel(ridge=0.7, start=0.4) for _ in range(2))
+    model = ValueModel(ridge=0.7, start=0.4)
     w = np.zeros(4)
     for _ in range(3):
         features, rewards = rng.normal(size=(5, 3)), rng.random(5)
         x = np.concatenate([features, np.ones((5, 1))], 1)
         w = np.linalg.solve(x.T @ x + 0.7 * np.eye(4), x.T @ (rewards - 0.4) + 0.7 * w)
-        order = rng.permutation(5)
         model.learn(features, rewards)
-        again.learn(features[order], rewards[order])
-        for one in (model, again):
-            np.testing.assert_allclose(one.weights, w, atol=1e-9)
+        np.testing.assert_allclose(model.weights, w, atol=1e-9)
     np.testing.assert_allclose(model.predict(features), 0.4 + x @ w, atol=1e-9)
-
-
-def test_a_value_model_learns_from_features_of_ones_own(tmp_path):
     file = tmp_path / "rows.npy"
     np.save(file, np.eye(5))
-    with pytest.raises(UserError, match=r"pcl.embeddings: .* needs a row for each of the 64"):
-        Pcl(Bernoulli(RATES), value="model", embeddings=file)
-    with pytest.raises(UserError, match="set value to model or both"):
-        Pcl(Bernoulli(RATES), embeddings=file)
     data = Pcl(Bernoulli([0.1, 0.5, 0.9, 0.5, 0.1]), value="model", embeddings=file).train
     simulate(data, 20, count=2)
     values = data.predicted(data.prompts)
     assert values[0] < values[1] < values[2]
+    with pytest.raises(UserError, match=r"pcl.embeddings: .* needs a row for each of the 64"):
+        Pcl(Bernoulli(RATES), value="model", embeddings=file)
 
 
 def test_sec_learns_the_value_of_a_category_by_td_and_draws_by_softmax():
@@ -224,10 +212,7 @@ def test_sec_learns_the_value_of_a_category_by_td_and_draws_by_softmax():
     count = Counter(p["category"] for i in range(300) for p in batch(data, 8, i, SEED))
     for name, share in expected.items():
         assert count[name] / 2400 == pytest.approx(share, abs=0.03)
-    assert max(values, key=values.get) == "ok"
     assert len({p["entry"] for p in batch(data, 8, 0, SEED)}) == 8, "no repeats"
-    with pytest.raises(UserError, match="have no 'kind'"):
-        Sec(Bernoulli(RATES), field="kind")
 
 
 def test_depo_asks_what_explores_and_replays_what_was_rarely_asked():
@@ -236,7 +221,6 @@ def test_depo_asks_what_explores_and_replays_what_was_rarely_asked():
     chosen = [p["entry"] for p in batch(data, 8, 40, SEED)]
     visits = [data.statistics[entry].visits for entry in range(len(RATES))]
     assert sorted(visits)[1] >= max(visits[entry] for entry in chosen[6:])
-    assert min(visits) >= 2, "nothing is forgotten"
     candidates = [p["entry"] for p in batch(data.inner, 16, 40, SEED)]
     candidates = [entry for entry in candidates if entry not in chosen[6:]]
     assert chosen[:6] == sorted(candidates, key=lambda e: -data.statistics[e].variance)[:6]
@@ -272,9 +256,6 @@ def test_depo_explores_by_the_entropy_of_the_last_visits():
     for entry, trace in traces.items():
         last = trace[-2:]
         assert data.explorability(entry) == pytest.approx(sum(last) / len(last), abs=1e-9)
-    again = Depo(Bernoulli([0.5] * 12), explore="entropy", window=2, noise=1.2, replay=0.0).train
-    again.load_state_dict(json.loads(json.dumps(data.state_dict())))
-    assert batch(again, 4, 12, SEED) == batch(data, 4, 12, SEED)
     candidates = {p["entry"]: data.explorability(p["entry"]) for p in data.drawn(8, 12, SEED)}
     widest = sorted(candidates, key=lambda entry: -candidates[entry])[:4]
     assert sorted(p["entry"] for p in batch(data, 4, 12, SEED)) == sorted(widest)
@@ -317,20 +298,6 @@ def test_diversity_of_tokens_is_the_inverse_self_bleu_by_loop(seed):
         scores.append(bleu_by_loop(texts[i], others))
     computed = self_bleu(tokens, mask, group.unique(return_inverse=True)[1])
     assert computed.tolist() == pytest.approx(scores, abs=1e-9)
-    rollout = make_rollout(
-        group=group,
-        row_id=torch.arange(count),
-        sample=tokens,
-        mask=mask,
-        logprob=torch.zeros(count, width),
-    )
-    names, values = diversity(rollout)
-    for name, value in zip(names.tolist(), values.tolist(), strict=True):
-        rows = (group == name).nonzero()[:, 0].tolist()
-        mean = sum(scores[i] for i in rows) / len(rows)
-        assert value == pytest.approx(1 - mean, abs=1e-9)
-    order = torch.randperm(count, generator=generator)
-    torch.testing.assert_close(diversity(rollout[order])[1], values, atol=1e-12, rtol=0)
 
 
 def test_diversity_of_latents_is_their_spread():
@@ -343,64 +310,39 @@ def test_diversity_of_latents_is_their_spread():
         assert float(values[g]) == pytest.approx(float(variance) ** 0.5, abs=1e-12)
 
 
-# with a trainer
+TOYS = SimpleNamespace(train=toys.prompts(16), held_out=[])
 
 
-def training(source, monkeypatch, policy, **sizes):
-    monkeypatch.setattr(toys, "prompts", lambda n=4: source.train)
-    sizes = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 16} | sizes
-    return make_trainer(policy=policy, micro_batch_size=None, **sizes)
-
-
-class Toys:
-    train = toys.prompts(16)
-    held_out: list = []
-
-
-@pytest.mark.parametrize("family", ["flow", "masked"])
-def test_vas_scores_all_prompts_anew_by_extra_answers(family, monkeypatch):
-    source = Vas(Toys, threshold=-0.9 if family == "flow" else 0.2, refresh=2, rollouts=3)
-    sizes = {"prompts_per_iteration": 5, "train_batch_size": 20}
-    trainer = training(source, monkeypatch, toys.POLICIES[family](), **sizes)
+def test_vas_scores_all_prompts_anew_by_extra_answers(monkeypatch):
+    source = Vas(TOYS, threshold=0.2, refresh=2, rollouts=3)
+    sizes = {"prompts_per_iteration": 5, "group_size": 4, "train_batch_size": 20}
+    trainer = make_trainer("masked", prompts=source.train, **sizes)
     samples = []
     plain = trainer.sample
 
     def recorded(prompts, rng, copies, *graphs):
-        drawn = plain(prompts, rng, copies, *graphs)
-        samples.append((prompts, copies, drawn))
-        return drawn
+        samples.append((len(prompts), copies))
+        return plain(prompts, rng, copies, *graphs)
 
     monkeypatch.setattr(trainer, "sample", recorded)
     metrics = [trainer.iterate() for _ in range(3)]
     assert [m.get("diversity/rescored") for m in metrics] == [16, None, 16]
-    assert all("diversity/group" in m for m in metrics)
     sizes = [(5, 4), (5, 3), (5, 3), (5, 3), (1, 3)]
-    assert [(len(p), copies) for p, copies, _ in samples] == [*sizes, (5, 4), *sizes]
-    statistics = source.train.statistics
-    assert sorted(statistics.records) == list(range(16))
-    trained = {prompt["entry"] for prompt in samples[-5][0]}
-    checked = 0
-    for prompts, _, drawn in samples[-4:]:
-        total = drawn.rewards.total()
-        for group, prompt in enumerate(prompts):
-            if "entry" in prompt and prompt["entry"] not in trained:
-                rows = total[drawn.rollout.group == group].tolist()
-                record = statistics[prompt["entry"]]
-                assert len(rows) == 3 == record.samples
-                assert record.mean == pytest.approx(sum(v > source.threshold for v in rows) / 3)
-                checked += 1
-    assert checked == 16 - len(trained)
+    assert samples == [*sizes, (5, 4), *sizes]
+    records = source.train.statistics.records
+    assert sorted(records) == list(range(16))
+    # those just trained on: half of the three before, and four
+    assert Counter(record.samples for record in records.values()) == {3: 11, 5.5: 5}
     parts = [share_of([{"entry": i} for i in range(7)], rank, 3) for rank in range(3)]
     assert [share for share, _ in parts] == [3, 3, 3] == [len(local) for _, local in parts]
     entries = [prompt["entry"] for _, local in parts for prompt in local if "entry" in prompt]
     assert entries == list(range(7)), "of several processes each scores its share"
 
 
-@pytest.mark.parametrize("family", ["flow", "causal"])
-def test_the_entropies_of_samples_reach_depo(family, monkeypatch):
-    source = Depo(Toys, explore="entropy", noise=9.0)
-    policy = toys.POLICIES[family](record_entropy=True)
-    trainer = training(source, monkeypatch, policy)
+def test_the_entropies_of_samples_reach_depo():
+    source = Depo(TOYS, explore="entropy", noise=9.0)
+    policy = toys.POLICIES["causal"](record_entropy=True)
+    trainer = make_trainer(policy=policy, prompts=source.train)
     trainer.iterate()
     assert any(sum(trace) != 0 for trace in source.train.traces.values())
     rollout = trainer.collect().rollout
@@ -422,6 +364,8 @@ def test_what_lies_inside_a_selection_still_acts(outer):
         prompt["answer"] = "one two three four"
     inside = Knapsack(Replay(Hints(source, share=0.5), share=0.5, below=0.2), least=2, most=32)
     data = DATA[outer](inside, **({"diversity": 0.0} if outer == "vas" else {})).train
+    part = data.restricted(data.prompts[3:6])  # to what a policy takes
+    assert {p["entry"] for p in part.inner.inner.inner.batch(9, 0, SEED)} == {3, 4, 5}
     replay = data.inner.inner
     differ = False
     for iteration in range(8):

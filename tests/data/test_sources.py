@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl import config
-from mmrl.core.registry import DATA, load_built_in
+from mmrl.core.registry import load_built_in
 from mmrl.data.captions import Captions
 from mmrl.data.prompts import Prompts
 from mmrl.data.sources import folders, text_files
@@ -150,7 +149,7 @@ def test_every_kind_of_file_gives_the_same_questions(folder, kind):
         assert {picture.size for picture in pictures} == {(40, 30)}
 
 
-@pytest.mark.parametrize("kind", [".csv", ".parquet", ".tar", ".jsonl.gz"])
+@pytest.mark.parametrize("kind", [".csv", ".parquet", ".tar"])
 def test_prompts_and_captions_read_them_too(folder, kind):
     path = str(written(folder, kind))
     plain = Prompts(path, held_out=0.0, columns={"text": "question"}).train
@@ -183,11 +182,9 @@ def test_columns_filters_and_limits(folder):
     [
         ({"path": "gone.csv"}, "no such file or folder: gone.csv; relative paths start at"),
         ({"path": "*.none"}, "no file matches *.none"),
-        ({"path": "x" * 10_000 + "/y/z"}, "no such file or folder: xxx"),
         ({"columns": {"text": "caption"}}, "no column 'caption' (columns.text); it has question,"),
         ({"filters": {"m": 1}}, "filters.m: no row has this column; rows have"),
         ({"filters": {"n": {"least": 1}}}, "filters.n.least: known are min, max, in"),
-        ({"filters": {"n": {"min": "x"}}}, "filters.n.min: expected a number"),
         ({"filters": {"n": {"matches": "("}}}, "filters.n.matches: not a regular expression"),
         ({"filters": {"question": {"max_length": 3}}}, "all rows are left out by filters"),
         ({"streaming": True}, "streaming needs the option limit"),
@@ -210,10 +207,8 @@ def test_what_is_asked_wrongly_is_a_sentence(folder, monkeypatch, options, sente
         ("t.csv", b'text,a\n"x,1\n', "broken csv"),
         ("t.csv", b"", "is empty; expected a header"),
         ("d.jsonl", b'{"text": "a", "b": 1, "b": 2}', "the key 'b' stands twice in one object"),
-        ("d.json", b'[{"text": "a", "b": 1, "b": 2}]', "the key 'b' stands twice in one object"),
         ("b.jsonl.gz", gzip.compress(b"a" * 10**6), "unpacks to more than 200 times its size"),
         ("b.jsonl.gz", gzip.compress(lines())[:-20], "damaged or cut off"),
-        ("b.jsonl.gz", b"no gzip", "damaged or cut off"),
         ("b.jsonl.zst", b"no zst", "damaged or cut off"),
         ("t.tar", b"0001.txt".ljust(700, b"x"), "the tar file is damaged or cut off"),
     ],
@@ -239,10 +234,6 @@ def test_a_csv_knows_types_and_keeps_what_is_written(tmp_path):
         path.write_text(f"text,answer,more\nq,{cell},{cell}\nr,{cell},12\n")
         for row in (row for _, row in rows_of(path)):
             assert str(row["answer"]) == cell and str(row["more"]) in (cell, "12")
-    text = "  two\n spaces "
-    for source in (Prompts, Vision):
-        separated(path, ",", [{"prompt": text, "n": 1}])
-        assert source(str(path), held_out=0.0).train[0]["text"] == text
 
 
 def test_members_of_a_tar_stay_in_memory_and_pickles_are_refused(folder, tmp_path):
@@ -280,23 +271,16 @@ def test_folders_of_pictures_with_captions(folder, tmp_path):
     assert [prompt["text"] for prompt in source.train] == ["first"]
     nested = tmp_path / "deep" / "train"
     nested.mkdir(parents=True)
+    (tmp_path / "deep" / ".cache").mkdir()
+    (tmp_path / "deep" / ".cache" / "metadata.jsonl").write_text('{"text": "hidden"}')
     (nested / "x.png").write_bytes(content(folder, 2))
     (nested / "metadata.jsonl").write_text('{"file_name": "x.png", "text": "nested"}')
     (prompt,) = Captions(tmp_path / "deep", 0.0).train
     assert prompt["answer"] == str(nested / "x.png")
 
 
-def test_folders_that_are_hidden_are_not_read(tmp_path):
-    (tmp_path / "train.csv").mkdir()  # a folder, whatever its name says
-    (tmp_path / "train.csv" / "rows.csv").write_text("text\na\nb\n")
-    (tmp_path / ".cache").mkdir()
-    (tmp_path / ".cache" / "metadata.jsonl").write_text('{"text": "hidden"}')
-    (tmp_path / "broken.jsonl").symlink_to(tmp_path / "nowhere")
-    assert [prompt["text"] for prompt in Prompts(str(tmp_path), 0.0).train] == ["a", "b"]
-
-
 def test_parts_and_splits_of_a_folder_have_their_names(folder, tmp_path):
-    names = {"train": ["train-0.jsonl", "train-1.jsonl"], "test": ["dev.csv.gz"]}
+    names = {"train": ["train-00000-of-00002.parquet", "train-1.jsonl"], "test": ["dev.csv.gz"]}
     for name in sum(names.values(), []):
         (tmp_path / name).write_bytes(b"")
     for part, files in names.items():
@@ -309,14 +293,12 @@ def test_parts_and_splits_of_a_folder_have_their_names(folder, tmp_path):
     saved = {"train": whole.select(range(4)), "validation": whole.select([4]), "extra": whole}
     datasets.DatasetDict(saved).save_to_disk(tmp_path / "saved")
     source = Vision(tmp_path / "saved")
-    assert [prompt["text"] for prompt in source.train] == TEXTS[:4]
-    assert [prompt["text"] for prompt in source.held_out] == TEXTS[4:5]
+    texts = [[prompt["text"] for prompt in side] for side in (source.train, source.held_out)]
+    assert texts == [TEXTS[:4], TEXTS[4:5]]
     assert source.train[0]["images"][0].size == (40, 30), "the pictures are in memory"
-    assert len(Vision(tmp_path / "saved", held_out="extra").held_out) == 6
     gone = message(Vision, tmp_path / "saved", split="tests")
     assert "no split 'tests'; it has: extra, train, validation" in gone
     whole.save_to_disk(tmp_path / "one")
-    assert len(Vision(tmp_path / "one", held_out=0.0).train) == 6
     (tmp_path / "one" / "data-00000-of-00001.arrow").unlink()
     assert "this part of the saved data set is not there" in message(Vision, tmp_path / "one")
 
@@ -324,15 +306,13 @@ def test_parts_and_splits_of_a_folder_have_their_names(folder, tmp_path):
 def test_a_home_folder_is_refused_before_it_is_searched_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "MOST_STRANGERS", 20)
     for i in range(15):
-        (tmp_path / f"{i}.log").touch()
         (tmp_path / f"{i}.png").touch()
+        (tmp_path / "deep" / f"folder {i}").mkdir(parents=True)
     assert len(Tree(tmp_path).media) == 15, "few others are no matter"
     for i in range(15):
-        (tmp_path / "deep" / f"folder {i}").mkdir(parents=True)
+        (tmp_path / f"{i}.log").touch()
     for kind in (Prompts, Captions, Vision):
-        told = message(kind, str(tmp_path))
-        assert "no data set: after 31 folders and files of other kinds (and 30 files" in told
-        assert "name the folder that holds the pictures or tables" in told
+        assert "name the folder that holds the pictures or tables" in message(kind, tmp_path)
 
 
 def test_pictures_inside_rows(folder, tmp_path):
@@ -340,44 +320,22 @@ def test_pictures_inside_rows(folder, tmp_path):
     address = f"data:image/png;base64,{base64.b64encode(content(folder, 1)).decode()}"
     parts = [{"type": "image_url", "image_url": {"url": address}}, {"type": "text", "text": "a?"}]
     talk = {"messages": [{"role": "user", "content": parts}]}
-    path.write_bytes(lines([{"text": "b?", "image": address}, talk]))
-    first, second = Vision(path, held_out=0.0).train
-    assert first["images"][0].size == (40, 30)
+    cell = {"text": "c?", "image": address.partition(",")[2]}  # as in VLMEvalKit's tables
+    path.write_bytes(lines([{"text": "b?", "image": address}, talk, cell]))
+    first, second, third = Vision(path, held_out=0.0).train
+    assert first["images"][0].size == third["images"][0].size == (40, 30)
     assert second["messages"][0]["content"][0]["image"].size == (40, 30)
     path.write_bytes(lines([{"text": "b?", "image": "data:image/png;base64,????"}]))
     assert "broken base64" in message(Vision, path)
-    raw = table(tmp_path / "raw.parquet", [{"text": "c?", "image": content(folder, 2)}])
-    assert Vision(raw, held_out=0.0).train[0]["images"][0].size == (40, 30)
-    table(raw, [{"text": "c?", "image": b"no picture"}])
+    raw = table(tmp_path / "raw.parquet", [{"text": "c?", "image": b"no picture"}])
     assert "not a picture that can be read" in message(Vision, raw)
-
-
-def test_files_beside_a_configuration_are_found_from_anywhere(folder, tmp_path, monkeypatch):
-    """And a run that goes on from its own folder finds them too."""
-    written(folder, "-*.tar")
-    (folder / "set").mkdir(exist_ok=True)
-    (folder / "set" / "train.csv").write_text("question\na?\nb?\n")
-    monkeypatch.chdir(tmp_path)
-    for path, count in (("rows-*.tar", 6), ("rows-{0..1}.tar", 6), ("set", 2)):
-        file = folder / "c.yaml"
-        file.write_text(f"data: {{vision: {{path: '{path}', held_out: 0.0}}}}\n")
-        first = config.load(file, required=("data",))
-        assert len(first.build("data", DATA).train) == count
-        again = tmp_path / "config.yaml"
-        again.write_text(config.dump(first))
-        second = config.load(again, required=("data",))
-        assert len(second.build("data", DATA).train) == count
-    assert config.anchored({"data": "set", "run": "set"}, folder) == {"data": "set", "run": "set"}
 
 
 def test_nothing_in_an_arrow_file_is_unpickled(tmp_path):
     pa = pytest.importorskip("pyarrow")
     target = tmp_path / "ran"
     payload = f"cos\nsystem\n(S'touch {target}'\ntR.".encode()
-    about = {
-        "ARROW:extension:name": "arrow.py_extension_type",
-        "ARROW:extension:metadata": payload,
-    }
+    about = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": payload}
     kinds = [pa.field("text", pa.string()), pa.field("extra", pa.binary(), metadata=about)]
     whole = pa.Table.from_pylist([{"text": "a?", "extra": payload}], schema=pa.schema(kinds))
     arrow = str(tmp_path / "x.arrow")

@@ -1,7 +1,7 @@
 """Boxes and points in the wrong space are caught, with what makes them right."""
 
 import json
-import random
+from itertools import product
 
 import pytest
 from PIL import Image
@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from mmrl.cli.app import app
 from mmrl.core.errors import UserError
-from mmrl.data.view import shown, side_of
 from mmrl.data.vision import boxes, points
 from mmrl.data.vision.boxes import Placed
 from mmrl.data.vision.source import Vision
@@ -17,20 +16,13 @@ from mmrl.data.vision.source import Vision
 SIZES = [(640, 480), (360, 780), (800, 600)]
 COUNT = 24
 # x0, y0, x1, y1 as shares of the sides
-SHARES = [
-    (0.1, 0.2, 0.5, 0.9),
-    (0.5, 0.1, 0.95, 0.4),
-    (0.3, 0.3, 0.6, 0.7),
-    (0.6, 0.5, 0.8, 0.98),
-    (0.05, 0.6, 0.4, 0.95),
-    (0.2, 0.1, 0.99, 0.8),
-]
+SHARES = [(0.1, 0.2, 0.5, 0.9), (0.5, 0.1, 0.95, 0.4), (0.3, 0.3, 0.6, 0.7), (0.2, 0.1, 0.99, 0.8)]
 
 
 def boxes_in(space):
     """Boxes of one data set, as a space or format writes them, with the sizes of the pictures."""
     rows = []
-    for number, share in enumerate(SHARES * 4):
+    for number, share in enumerate(SHARES * 6):
         width, height = SIZES[number % 3]
         x0, y0, x1, y1 = share
         pixels = [x0 * width, y0 * height, x1 * width, y1 * height]
@@ -46,41 +38,21 @@ def boxes_in(space):
 
 
 def points_in(space):
-    draw = random.Random(0)
-    rows = []
-    for number in range(COUNT):
-        x, y = draw.uniform(0.02, 0.98), draw.uniform(0.02, 0.98)
-        width, height = SIZES[number % 3]
-        point = {
-            "original": (x * width, y * height),
-            "rel1": (x, y),
-            "rel1000": (round(1000 * x), round(1000 * y)),
-            "yx": (y * height, x * width),
-        }[space]
-        rows.append(Placed(number, (*point, *point), (width, height)))
-    return rows
+    """The last corners of the boxes."""
+    return [Placed(row.row, (*row.box[2:], *row.box[2:]), row.size) for row in boxes_in(space)]
 
 
 KINDS = {"boxes": (boxes.judge, boxes_in), "points": (points.judge, points_in)}
-# declared and actual space: what the numbers look like; those below 1000 are possible in rel1000,
-# and y first is seen in pixels
-LIKELY = {
-    ("original", "rel1"): "rel1",
-    ("original", "rel1000"): "rel1000",
-    ("rel1", "original"): "original",
-    ("rel1", "rel1000"): "rel1000",
-    ("rel1000", "original"): "",
-    ("rel1000", "rel1"): "rel1",
-}
-LIKELY |= {(space, space): "" for space in ("original", "rel1", "rel1000")}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_space_of_a_data_set_is_told_by_its_numbers(kind):
     judge, numbers = KINDS[kind]
-    for (said, actual), likely in LIKELY.items():
+    for said, actual in product(["original", "rel1", "rel1000"], repeat=2):
         verdict = judge(numbers(actual), said)
-        assert verdict.likely.partition(":")[0] == likely, (said, actual)
+        # pixels below 1000 are possible in rel1000
+        possible = said == actual or (said, actual) == ("rel1000", "original")
+        assert verdict.likely.partition(":")[0] == ("" if possible else actual), (said, actual)
         if said == actual:
             assert not verdict.rows and not verdict.doubt
     verdict = judge(numbers("yx"), "original")
@@ -103,7 +75,6 @@ def test_one_far_outside_is_that_rows_mistake(kind, far, near, negative):
     assert "lies outside its picture of 640 x 480 pixels" in verdict.rows[3]
     assert not judge([Placed(3, near, (640, 480))], "original").rows, "nobody is exact"
     assert list(judge([Placed(0, negative, None)], "original").rows) == [0]
-    assert not judge([], "original").rows
 
 
 def test_numbers_that_end_at_1000_in_large_pictures_are_doubted():
@@ -113,67 +84,47 @@ def test_numbers_that_end_at_1000_in_large_pictures_are_doubted():
         verdict = judge(rows, "original")
         assert not verdict.rows and not verdict.likely and "space: rel1000" in verdict.doubt
         assert not judge(rows[-5:], "original").doubt and not judge(rows, "rel1000").doubt
-    corners = [Placed(n, (n % 2, 0, n % 2, 0), (640, 480)) for n in range(4)]
-    assert not points.judge(corners, "original").likely, "a corner is a pixel, no share"
 
 
 FOUR = [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("<answer>[1, 2, 3, 4]</answer>", [FOUR]),
-        ("[[1, 2, 3, 4], [5, 6, 7, 8]]", [FOUR, [5, 6, 7, 8]]),
-        ('```json\n[{"bbox_2d": [1, 2, 3, 4], "label": "x"}]\n```', [FOUR]),
-        ("<answer>[{'Position': [1, 2, 3, 4], 'Confidence': 1}]</answer>", [FOUR]),
-        ({"bbox": FOUR}, [FOUR]),
-        ("the left one", "are no list of boxes"),
-        ([{"corner": 3}], "a box has none of bbox_2d"),
-    ],
-)
-def test_boxes_are_read_as_answers_write_them(text, found):
-    if isinstance(found, list):
-        assert boxes.written(text) == found
-    else:
-        with pytest.raises(ValueError, match=found):
-            boxes.written(text)
+BOXES = [
+    ("<answer>[1, 2, 3, 4]</answer>", [FOUR]),
+    ("[[1, 2, 3, 4], [5, 6, 7, 8]]", [FOUR, [5, 6, 7, 8]]),
+    ('```json\n[{"bbox_2d": [1, 2, 3, 4], "label": "x"}]\n```', [FOUR]),
+    ("<answer>[{'Position': [1, 2, 3, 4], 'Confidence': 1}]</answer>", [FOUR]),
+    ({"bbox": FOUR}, [FOUR]),
+    ("the left one", "are no list of boxes"),
+    ([{"corner": 3}], "a box has none of bbox_2d"),
+]
+POINTS = [
+    ({"point": [3, 4]}, [[3, 4]]),
+    ({"point": "<answer>(3, 4)</answer>"}, [[3, 4]]),
+    ({"point": {"x": 3, "y": 4}}, [[3, 4]]),
+    ({"point": '{"point_2d": [3, 4]}'}, [[3, 4]]),
+    ({"points": [[3, 4], {"point_2d": [5, 6]}]}, [[3, 4], [5, 6]]),
+    ({"points": "```json\n[[3, 4], [5, 6]]\n```"}, [[3, 4], [5, 6]]),
+    ({"points": [3, 4]}, [[3, 4]]),
+    ({"points": ["first argue", "then conclude"]}, []),
+    ({"point": "the tip of the nose"}, []),
+    ({"point": FOUR}, "four numbers are a box, which belongs under boxes"),
+    ({"point": [1, "2"]}, "is not two numbers"),
+    ({"point": [1e12, 3]}, "is not two numbers"),
+    ({"points": [[1, 2], {"left": 3}]}, "is not two numbers"),
+]
 
 
-@pytest.mark.parametrize(
-    ("values", "found"),
-    [
-        ({"point": [3, 4]}, [[3, 4]]),
-        ({"point": "<answer>(3, 4)</answer>"}, [[3, 4]]),
-        ({"point": {"x": 3, "y": 4}}, [[3, 4]]),
-        ({"point": '{"point_2d": [3, 4]}'}, [[3, 4]]),
-        ({"points": [[3, 4], {"point_2d": [5, 6]}]}, [[3, 4], [5, 6]]),
-        ({"points": "```json\n[[3, 4], [5, 6]]\n```"}, [[3, 4], [5, 6]]),
-        ({"points": [3, 4]}, [[3, 4]]),
-        ({"points": ["first argue", "then conclude"]}, []),
-        ({"point": "the tip of the nose"}, []),
-        ({}, []),
-        ({"point": FOUR}, "four numbers are a box, which belongs under boxes"),
-        ({"point": [1, "2"]}, "is not two numbers"),
-        ({"point": [1e12, 3]}, "is not two numbers"),
-        ({"points": [[1, 2], {"left": 3}]}, "is not two numbers"),
-    ],
-)
-def test_points_are_read_as_answers_write_them(values, found):
-    if isinstance(found, list):
-        assert points.listed(points.read(values)) == found
-    else:
-        with pytest.raises(ValueError, match=found):
-            points.read(values)
-
-
-def test_answers_are_unwrapped_where_the_tags_hold_them_whole():
-    assert boxes.unwrapped(" <answer> B </answer>\n") == "B"
-    for text in ("B", "<think>x</think><answer>B</answer>", "<answer>a</answer><answer>b</answer>"):
-        assert boxes.unwrapped(text) == text
-
-
-# files
+def test_boxes_and_points_are_read_as_answers_write_them(subtests):
+    points_of = lambda values: points.listed(points.read(values))  # noqa: E731
+    for read, table in ((boxes.written, BOXES), (points_of, POINTS)):
+        for value, expected in table:
+            with subtests.test(value=value):
+                if isinstance(expected, list):
+                    assert read(value) == expected
+                else:
+                    with pytest.raises(ValueError, match=expected):
+                        read(value)
 
 
 @pytest.fixture
@@ -198,16 +149,13 @@ def file_of(folder, kind, space):
     ("kind", "actual", "remedy"),
     [
         ("boxes", "rel1", {"space": "rel1"}),
-        ("boxes", "rel1000", {"space": "rel1000"}),
         ("boxes", "xywh", {"box_format": "xywh"}),
         ("boxes", "yx", "write [x0, y0, x1, y1]"),
-        ("points", "rel1", {"space": "rel1"}),
         ("points", "rel1000", {"space": "rel1000"}),
         ("points", "yx", "write [x, y]"),
     ],
 )
 def test_a_source_stops_at_another_space_and_the_remedy_mends_it(folder, kind, actual, remedy):
-    """It is never taken for rows that are broken."""
     path = file_of(folder, kind, actual)
     for broken in ("error", "skip"):
         with pytest.raises(UserError) as error:
@@ -257,50 +205,25 @@ def test_referring_expressions_with_corners_are_told_from_sides(folder):
     with pytest.raises(UserError, match="they look like xyxy: .*; set box_format: xyxy"):
         Vision(path, **options)
     prompts = Vision(path, box_format="xyxy", **options).train
-    expected = [list(each.box) for each in boxes_in("original")]
-    assert [prompt["boxes"][0] for prompt in prompts] == expected
-    assert prompts[2]["text"] == "Give the box of thing 2?."
-    with pytest.raises(UserError, match=r"no column 'no' \(columns.expression\)"):
-        Vision(path, **options | {"columns": {"expression": "no"}})
+    assert [p["boxes"][0] for p in prompts] == [list(each.box) for each in boxes_in("original")]
 
 
-# commands
-
-
-def run(folder, command, path, source, reward):
+def checked(folder, path, source, reward):
     config = folder / "c.yaml"
     config.write_text(
         f"data: {{{source}: {{path: {path}, held_out: 0.0}}}}\nreward: {{{reward}: {{}}}}\n"
         f"policy: {{vlm: {{path: nowhere}}}}\n"
     )
-    done = CliRunner().invoke(app, [command, str(config)])
-    return done, " ".join(done.output.split())
+    done = CliRunner().invoke(app, ["check-reward", str(config)])
+    return done.exit_code, " ".join(done.output.split())
 
 
-@pytest.mark.parametrize(
-    ("kind", "reward"), [("boxes", "grounding"), ("points", "point"), ("points", "gui")]
-)
+@pytest.mark.parametrize(("kind", "reward"), [("boxes", "grounding"), ("points", "point")])
 def test_check_reward_fails_where_another_source_has_numbers_of_another_space(folder, kind, reward):
     path = file_of(folder, kind, "rel1000")
     text = path.read_text().replace('"bbox": [', '"boxes": [[')
     path.write_text(text.replace("]}", "]]}") if kind == "boxes" else text)
-    done, said = run(folder, "check-reward", path, "prompts", reward)
-    assert done.exit_code == 1 and f"the {kind} look like rel1000" in said, said
-    assert "set space: rel1000" in said
-    if reward != "gui":
-        path = file_of(folder, kind, "original")
-        done, said = run(folder, "check-reward", path, "vision", reward)
-        assert done.exit_code == 0 and "lie in their" in said, said
-
-
-def test_the_view_of_the_data_counts_and_draws_points(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    path = file_of(folder, "points", "original")
-    prompts = Vision(path, held_out=0.0).train
-    assert side_of("train", prompts, 3).points == COUNT
-    bare = {key: value for key, value in prompts[0].items() if key != "point"}
-    assert shown(prompts[0])["picture"] != shown(bare)["picture"]
-    done, said = run(folder, "data", path, "vision", "point")
-    assert done.exit_code == 0 and "0 boxes, 24 points" in said
-    done, _ = run(folder, "data", file_of(folder, "points", "rel1"), "vision", "point")
-    assert done.exit_code != 0 and "look like rel1" in str(done.exception)
+    status, said = checked(folder, path, "prompts", reward)
+    assert status == 1 and f"the {kind} look like rel1000" in said and "set space: rel1000" in said
+    status, said = checked(folder, file_of(folder, kind, "original"), "vision", reward)
+    assert status == 0 and "lie in their" in said

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import time
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -53,42 +50,11 @@ def test_mapped_rows_are_the_rows(tmp_path, cache, monkeypatch):
     assert pickle.loads(pickle.dumps(mapped)) == held
     mapped[0]["text"] = "changed"  # a new row at each access
     assert mapped[0] == held[0]
-
-
-def test_processes_share_one_file_and_hold_next_to_nothing(tmp_path, cache, monkeypatch):
-    path = file_of(tmp_path, 2000)
-    monkeypatch.setattr(rows_on_disk, "FEW", 10)
-    tracemalloc.start()
-    first = Prompts(path, held_out=0.0).train
-    held = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    second = Prompts(path, held_out=0.0).train
-    assert list(first) == list(second)
-    (file,) = cache.iterdir()
-    assert held < file.stat().st_size / 4
+    (file,) = cache.iterdir()  # of one name for all processes
     content = file.read_bytes()
     file.unlink()
     file.write_bytes(content[:-1])  # cut by a full disk: written again
-    assert list(Prompts(path, held_out=0.0).train) == list(second)
-
-
-def test_files_that_were_not_read_for_thirty_days_leave_when_one_is_written(cache, monkeypatch):
-    monkeypatch.setattr(rows_on_disk, "FEW", 1)
-
-    def read(text):
-        before = set(cache.iterdir()) if cache.exists() else set()
-        stored([{"text": text}])
-        return next(iter(set(cache.iterdir()) - before), None)
-
-    used, forgotten = read("used"), read("forgotten")
-    kept = list(stored([{"text": "forgotten"}]))
-    mapped = stored([{"text": "forgotten"}])
-    for file in (used, forgotten):
-        os.utime(file, (old := time.time() - 31 * 86400, old))
-    assert read("used") is None and forgotten.exists()  # only read, which counts
-    new = read("new")
-    assert set(cache.iterdir()) == {used, new}
-    assert list(mapped) == kept  # of a run that goes on
+    assert list(Prompts(path, held_out=0.0).train) == held
 
 
 def test_rows_that_cannot_be_written_stay_in_memory(tmp_path, cache, monkeypatch):
@@ -97,5 +63,4 @@ def test_rows_that_cannot_be_written_stay_in_memory(tmp_path, cache, monkeypatch
         rows = [{"text": "q", "images": [held]}] * 2
         assert stored(rows) is rows
     cache.parent.write_text("no folder")
-    texts = [{"text": "q"}] * 2
-    assert stored(texts) is texts
+    assert isinstance(stored([{"text": "q"}] * 2), list)

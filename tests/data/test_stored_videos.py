@@ -6,13 +6,11 @@ import tarfile
 
 import pytest
 import torch
-from PIL import Image
 
 from mmrl.core.errors import UserError
 from mmrl.data.captions import Captions
-from mmrl.data.sources.media import video
 from mmrl.data.vision.source import Vision
-from mmrl.zoo.stages.answers import of_field, of_file
+from mmrl.zoo.stages.answers import of_file
 from tests.fixtures.clips import film
 
 
@@ -38,18 +36,6 @@ def test_a_tar_of_videos(tmp_path, clip, source, key):
     assert next(stored.iterdir()).read_bytes() == clip.read_bytes()
 
 
-def test_a_table_of_videos(tmp_path, clip):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    rows = [{"text": "what?", "video": {"bytes": clip.read_bytes(), "path": "a.mp4"}}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "films.parquet")
-    (prompt,) = Vision(str(tmp_path / "films.parquet"), held_out=0.0).train
-    assert prompt["video"].endswith(".mp4")
-    with pytest.raises(ValueError, match="not a video that can be read"):
-        video(b"nothing", tmp_path)
-
-
 def test_videos_are_answers_and_are_brought_to_the_policys_rate(tmp_path, clip):
     lines = [
         {"prompt": "p", "answers": [{"video": "a.mp4", "reward": 1.0}]},
@@ -68,21 +54,3 @@ def test_videos_are_answers_and_are_brought_to_the_policys_rate(tmp_path, clip):
         assert torch.allclose(shown, torch.tensor(numbers).float(), atol=0.1)
     with pytest.raises(UserError, match="a.mp4: .*it lasts 0.50 s, and 17 frames"):
         plain.media(17, 8.0)
-
-
-def answer(path):
-    (found,) = of_field("answer")({"text": "p", "answer": str(path)})
-    return found
-
-
-def test_rated_videos_are_read_as_they_are_stored_and_others_refused(tmp_path):
-    frames = [Image.new("RGB", (32, 16), (60 * i, 0, 0)) for i in range(3)]
-    frames[0].save(tmp_path / "v.png", save_all=True, append_images=frames[1:], duration=100)
-    frames[1].save(tmp_path / "still.png")
-    moving, still = (answer(tmp_path / name).media() for name in ("v.png", "still.png"))
-    assert moving.shape == (3, 3, 16, 32) and still.shape == (3, 16, 32)
-    assert torch.allclose(moving[:, 0].mean((1, 2)) * 255, torch.tensor([0.0, 60.0, 120.0]))
-    (tmp_path / "b.mp4").write_bytes(b"no film")
-    for name in ("b.mp4", "absent.mp4"):
-        with pytest.raises(UserError, match=f"{name}: no video that can be read"):
-            answer(tmp_path / name).media()

@@ -36,6 +36,7 @@ def make_trainer(
     policy=None,
     objective=None,
     optimizer=None,
+    prompts=None,
     **options,
 ):
     sizes = {
@@ -47,7 +48,7 @@ def make_trainer(
     } | options
     return Trainer(
         policy or toys.make(family),
-        toys.prompts(16),
+        toys.prompts(16) if prompts is None else prompts,
         Scorer({"toy": reward}),
         advantage or advantages.flow_grpo,
         objective or PolicyGradient(clip_range=clip, kl=kl),
