@@ -4,7 +4,7 @@ and in a configuration."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import pytest
 from annotated_types import Gt
@@ -14,10 +14,9 @@ from mmrl.objectives.policy_gradient import PolicyGradient
 
 
 class Plain(PolicyGradient):
-    """Adds two options; tells the type of an attribute, and holds a constant."""
+    """Adds an option; tells the type of an attribute, and holds a constant."""
 
     extra: Annotated[float, Gt(0)] = 1.0
-    side: Literal["left", "right"] = "left"
     COUNT: ClassVar[int] = 3
     remembered: dict[str, float]
 
@@ -43,10 +42,6 @@ def test_a_field_is_an_option_and_the_base_is_set_up(cls):
     with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
         cls(nothing=1)
     assert Decorated().names == ["1.0 of 0"] == Decorated().names
-
-
-def test_options_are_known_with_their_types():
     known = options(Plain)
-    assert list(known)[:3] == ["extra", "side", "surrogate"]
+    assert list(known)[:2] == ["extra", "surrogate"]
     assert known["extra"].annotation == Annotated[float, Gt(0)]
-    assert options(PolicyGradient).keys() == known.keys() - {"extra", "side"}

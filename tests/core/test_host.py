@@ -12,14 +12,10 @@ def test_selected_is_indexing_and_spread_its_inverse():
         assert torch.equal(spread(values[mask], mask), values * mask)
 
 
-def test_a_mask_that_was_changed_in_place_is_asked_again():
+def test_masks_and_tensors_from_the_host_are_remembered():
     mask = torch.zeros(2, 3, dtype=torch.bool)
     assert len(indices(mask)) == 0
-    mask[1, 0] = True
+    mask[1, 0] = True  # in place
     assert indices(mask).tolist() == [3] and indices(mask) is indices(mask)
-
-
-def test_a_tensor_sent_from_the_host_is_never_read_back():
     values = torch.arange(3)
     assert on_host(placed(values, "meta")) is values  # a meta tensor has no values to read
-    assert placed(values, "cpu") is values

@@ -1,5 +1,4 @@
-"""Processes of a run that die, never come, or find their port in use: one sentence on each that is
-left, and none waits."""
+"""Processes of a run that die, never come, or find their port in use: one sentence, no waiting."""
 
 import signal
 import socket
@@ -37,22 +36,15 @@ def free_port():
 
 
 def started(ranks=(0, 1), port=None, **env):
-    common = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port or free_port()),
-    }
-    every = [warm.start(["-c", PROGRAM], **common, **env, RANK=str(rank)) for rank in ranks]
+    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port or free_port()}"}
+    every = [warm.start(["-c", PROGRAM], **env, RANK=str(rank)) for rank in ranks]
     return [(process.wait(), process.stdout, process.stderr) for process in every]
 
 
-def test_who_dies_is_named_by_the_others():
+def test_who_dies_is_named_by_the_others_and_an_error_of_one_ends_them():
     (status, said, _), (killed, _, _) = started(WAY="killed")
     assert killed == -signal.SIGKILL and status == 2
     assert said.startswith("error: process 1 of 2 has died") and said.count("\n") == 1
-
-
-def test_an_error_of_one_ends_the_others():
     (status, said, _), (failed, own, _) = started(WAY="fails")
     assert failed == status == 2 and own == "error: my picture is broken\n"
     assert said.startswith("error: process 1 of 2 has ended with an error, which it has printed")

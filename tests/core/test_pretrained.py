@@ -1,5 +1,4 @@
-"""The door through which models come in: nothing of a folder runs, nothing is asked, every weight
-was in a file."""
+"""The door through which models come in: no code runs, nothing is asked, every weight is there."""
 
 import ast
 import io
@@ -197,11 +196,10 @@ WRAPPED = [prefixed, lambda name: f"_orig_mod.{name}", lambda name: f"module.mod
 def test_names_of_wrappers_are_taken_off_and_that_is_said(rename, tmp_path):
     folder = changed(tmp_path, lambda weights: {rename(n): v for n, v in weights.items()})
     with pytest.warns(UserWarning, match="saved with a wrapper around the model"):
-        net = vlm(folder)
+        weights = vlm(folder).state_dict()
     plain = vlm(tiny_vlms.folder(QWEN)).state_dict()
-    assert plain.keys() == net.state_dict().keys()
-    assert all(torch.equal(value, plain[name]) for name, value in net.state_dict().items())
-    assert str(net.config.name_or_path) == str(folder)
+    assert plain.keys() == weights.keys()
+    assert all(torch.equal(value, plain[name]) for name, value in weights.items())
 
 
 INCOMPLETE = [
@@ -209,6 +207,7 @@ INCOMPLETE = [
     (without("visual.blocks"), "are missing, such as .*visual"),
     (without("lm_head"), "1 of the .* missing, such as lm_head.weight"),
     (lambda w: {n.replace("self_attn", "attention"): v for n, v in w.items()}, "names that"),
+    (lambda w: {n.replace("q_proj", "q_proj.base_layer"): w[n] for n in w}, "with a LoRA loaded"),
     (lambda w: {n: v[:2].clone() for n, v in w.items()}, "have another shape"),
     (lambda w: w | {"model.layers.0.mlp.up_proj.bias": torch.zeros(3)}, "do not use, so it"),
     (lambda w: w | {n: v / 0 for n, v in w.items() if "norm" in n}, "norm.* NaN or infinity"),
@@ -228,24 +227,8 @@ def test_a_model_that_is_not_whole_is_refused(tmp_path, subtests):
             pretrained.load_pipeline(StableDiffusionPipeline, folder)
     with pytest.warns(UserWarning, match="does not use 1 tensors of its files, such as v_head"):
         vlm(changed(tmp_path, lambda weights: weights | {"v_head.weight": torch.zeros(1)}))
-
-
-def test_tied_weights_may_be_absent(tmp_path):
-    from transformers import AutoModelForImageTextToText
-
     with warnings.catch_warnings(action="error"):
-        pretrained.load_model(AutoModelForImageTextToText, vllm_models.folder("tied_qwen2_5_vl"))
-
-
-def test_a_network_saved_with_its_lora_is_named_so(tmp_path):
-    from diffusers import UNet2DConditionModel
-    from peft import LoraConfig
-
-    net = UNet2DConditionModel.from_pretrained(tiny_diffusers.folder("sd"), subfolder="unet")
-    net.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
-    net.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="saved with a LoRA loaded"):
-        pretrained.load_model(UNet2DConditionModel, tmp_path)
+        vlm(vllm_models.folder("tied_qwen2_5_vl"))
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
@@ -272,10 +255,6 @@ def test_a_broken_file_is_named(model, subtests):
     file.unlink()
     with pytest.raises(UserError, match="no file named model.safetensors"):
         vlm(model)
-    (model / "pytorch_model.bin").write_bytes(POINTER)
-    with pytest.raises(UserError, match="pytorch_model.bin is a Git LFS pointer"):
-        vlm(model)
-    (model / "pytorch_model.bin").unlink()
     shards = sorted(sharded.glob("model-*.safetensors"))
     shards[0].unlink()
     with pytest.raises(UserError, match=f"lacks 1 of its {len(shards)} files.*{shards[0].name}"):
@@ -325,8 +304,6 @@ def test_the_layout_of_a_model_s_authors_is_named_with_its_conversion(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         with pytest.raises(UserError, match=sentence):
             pretrained.load_model(JanusForConditionalGeneration, tmp_path)
-        with pytest.raises(UserError, match=sentence):
-            pretrained.load_processor(AutoProcessor, tmp_path)
     with pytest.raises(UserError, match="BAAI/Emu3-Gen is in the layout of its authors"):
         pretrained.load_processor(AutoProcessor, "BAAI/Emu3-Gen")  # before a download
 

@@ -1,7 +1,5 @@
 """Paired intervals over prompts and seeds, against plain loops and against what they promise."""
 
-import math
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -72,10 +70,6 @@ def test_differences_are_paired_and_unscored_prompts_left_out():
     assert paired(first, holes) == whole and whole.prompts == 5 and whole.seeds == 3
     assert whole.high - whole.low < 20  # of prompts that differ by a hundred
     assert paired(second, first).mean == pytest.approx(-paired(first, second).mean)
-    order = np.random.default_rng(2).permutation(6)
-    assert paired(first[:, order], second[:, order]).low == pytest.approx(paired(first, second).low)
-    nothing = paired(first, np.full_like(first, np.nan))
-    assert math.isnan(nothing.mean) and nothing.p == 1 and nothing.high == np.inf
 
 
 def test_where_nothing_varies_nothing_is_claimed():
@@ -103,16 +97,6 @@ def test_of_scores_0_and_1_the_interval_is_exact():
         found = paired(first, second)
         assert found.p == pytest.approx(exact, abs=0.02)
         assert (found.p < 0.05) == (found.low > 0 or found.high < 0)
-
-
-def test_equal_differences_are_as_sure_as_the_two_means():
-    first = np.random.default_rng(0).normal(size=(1, 8))
-    found = paired(first, first + 0.1)
-    half = 2 * (interval(first).high - first.mean())
-    assert (found.low, found.high) == pytest.approx((0.1 - half, 0.1 + half)) and found.p > 0.05
-    assert paired(first, first).high == pytest.approx(half)
-    far = paired(first, first + 2 * half)
-    assert far.low > 0 and far.p < 0.05
 
 
 def test_holm_is_the_step_down_rule():

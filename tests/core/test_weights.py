@@ -75,17 +75,6 @@ def test_full_and_load_are_inverse_and_mismatches_are_named():
         weights.load({k: v for k, v in saved.items() if k != "0.bias"})
     with pytest.raises(ValueError, match="0.bias: shape"):
         weights.load(saved | {"0.bias": torch.zeros(9)})
-    with (
-        pytest.raises(KeyError, match="no snapshot called 'nobody'; kept: ref"),
-        weights.using("nobody"),
-    ):
-        pass
-
-
-def test_frozen_parameters_are_not_kept():
-    module = net()
-    module[0].requires_grad_(False)
-    assert set(Weights(module).full()) == {"2.weight", "2.bias"}
 
 
 def test_a_swap_in_parts_exchanges_every_tensor_and_holds_no_third_copy(monkeypatch):

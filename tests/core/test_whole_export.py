@@ -45,7 +45,6 @@ def test_a_pipeline_is_exported_as_its_base_is_stored(tmp_path):
     (base / "LICENSE.md").write_text("free")
     (base / "whole.safetensors").write_bytes(b"another form of the weights")
     net = diffusers_folder.load_part(UNet2DConditionModel, str(base), "unet")
-    assert net.dtype == torch.float32
     diffusers_folder.save_full(StableDiffusionPipeline, str(base), net, tmp_path / "out", "unet")
     (base / "whole.safetensors").unlink()
     for file in [path.relative_to(base) for path in base.rglob("*") if path.is_file()]:
@@ -56,4 +55,3 @@ def test_a_pipeline_is_exported_as_its_base_is_stored(tmp_path):
     before, after = load_file(base / weights), load_file(tmp_path / "out" / weights)
     assert before.keys() == after.keys()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
-    StableDiffusionPipeline.from_pretrained(tmp_path / "out")
