@@ -44,12 +44,11 @@ def test_a_run_ends_with_the_iteration_that_exceeds_its_budget(name, tmp_path):
     first.loop()
     (each, *_) = (line[loop.COSTS[name]] for line in lines(tmp_path / "first"))
     assert first.trainer.iteration == 3 and not first.finished
-    limited = run_of(tmp_path / "limited", Budget(**{name: int(each + 1)}))
-    limited.loop()
-    assert limited.trainer.iteration == 2 and limited.finished.endswith(f"{name} spent")
-    exact = run_of(tmp_path / "exact", Budget(**{name: int(each)}))
-    exact.loop()
-    assert exact.trainer.iteration == 1
+    for more, iterations in ((1, 2), (0, 1)):
+        limited = run_of(tmp_path / f"{more}", Budget(**{name: int(each + more)}))
+        limited.loop()
+        assert limited.trainer.iteration == iterations
+        assert limited.finished.endswith(f"{name} spent")
 
 
 def test_processor_time_is_that_of_iterations_and_counts_on_after_a_resume(tmp_path, monkeypatch):

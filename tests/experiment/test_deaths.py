@@ -1,5 +1,4 @@
-"""One of the processes of a training is killed: the other saves what was trained and says how to go
-on."""
+"""Of two processes of a training one is killed: the other saves and says how to go on."""
 
 import json
 import signal
@@ -37,29 +36,22 @@ def bright(media, prompts):
 
 @pytest.mark.slow
 def test_who_is_left_saves_and_says_how_to_go_on(tmp_path, monkeypatch):
-    victim = 0  # where processes meet; tests/core/test_peers.py kills the other
+    """Process 0 dies, where processes meet; tests/core/test_peers.py kills the other."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(CONFIG)
     Path("judge.py").write_text(JUDGE)
     rows = [{"text": "a", "label": i % 5} for i in range(8)]
     Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    common = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "ACCELERATE_USE_CPU": "true",
-        "VICTIM": str(victim),
-    }
     words = ["-m", "mmrl", "train", "mine.yaml"]
-    both = [
-        warm.start(words, tmp_path, **common, RANK=str(n), LOCAL_RANK=str(n), LOCAL_WORLD_SIZE="2")
-        for n in (0, 1)
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    dead, left = [
+        warm.start(words, tmp_path, **sizes, **place, VICTIM="0", RANK=rank, LOCAL_RANK=rank)
+        for rank in "01"
     ]
-    statuses = [process.wait() for process in both]
-    left = both[1 - victim]
-    assert statuses[victim] == -signal.SIGKILL and statuses[1 - victim] == 2, left.stderr
+    assert (dead.wait(), left.wait()) == (-signal.SIGKILL, 2), left.stderr
     assert left.stderr.count("error:") == 1 and "Traceback" not in left.stderr
-    assert f"error: process {victim} of 2 has died" in left.stderr
+    assert "error: process 0 of 2 has died" in left.stderr
     assert "saved mine/checkpoints/iteration-000002; go on with: mmrl train --resume mine" in (
         left.stderr
     )

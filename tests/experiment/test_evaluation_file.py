@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,9 +48,6 @@ def test_what_is_unknown_is_null_and_said():
     json.dumps(line, allow_nan=False)
     (sentence,) = change_sentences([row("base", 2.0, scores([0.1, 0.3])), line])
     assert sentence == "taste: +0.4, paired over 1 prompt: too few to say how sure that is"
-    never = row("trained", None, scores([NAN, NAN]), scores([NAN, NAN]))
-    json.dumps(never, allow_nan=False)
-    assert never["rewards"]["taste"]["mean"] is None and change_sentences([never, never]) == []
 
 
 def test_where_nothing_can_be_written_is_said_before_the_work(tmp_path):
@@ -59,7 +55,5 @@ def test_where_nothing_can_be_written_is_said_before_the_work(tmp_path):
     for folder in (tmp_path / "file" / "inside", tmp_path / "file"):
         with pytest.raises(UserError, match="cannot write to .*file.* is a file"):
             check_writable(folder)
-    with pytest.raises(UserError, match="cannot write to /proc.*check .* permissions there"):
-        check_writable(Path("/proc/mmrl/x"))
     check_writable(tmp_path / "new" / "deep")
     assert not (tmp_path / "new").exists()

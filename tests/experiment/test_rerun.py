@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import yaml
 
 from mmrl.core.errors import UserError
 from mmrl.experiment import lifecycle
@@ -56,7 +55,6 @@ def test_an_unfinished_run_or_one_with_stages_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("policy: a\n")
     with pytest.raises(UserError, match="is not finished; go on with it first"):
         rerun(tmp_path)
-    plain = {"stages": {"sft": {"policy": "a"}, "rl": {"policy": "a"}}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
+    (tmp_path / "config.yaml").write_text("stages: {sft: {policy: a}, rl: {policy: a}}\n")
     with pytest.raises(UserError, match="repeat them one by one, mmrl rerun .*1-sft"):
         rerun(tmp_path)

@@ -18,15 +18,18 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def failing(run, method, at, error):
+def failing(run, method, at, error, after=False):
     """Let a method of the trainer's policy or update raise in iteration ``at``."""
     owner, name = method
     original = getattr(owner, name)
 
     def call(*arguments, **options):
+        if run.trainer.iteration == at and not after:
+            raise error
+        happened = original(*arguments, **options)
         if run.trainer.iteration == at:
             raise error
-        return original(*arguments, **options)
+        return happened
 
     setattr(owner, name, call)
 
@@ -55,16 +58,7 @@ def test_a_mistake_of_the_user_stays_one_message(run):
 
 
 def test_the_middle_of_an_update_belongs_to_no_iteration(run):
-    update = run.trainer.update
-    original = update.improve
-
-    def improve(*arguments, **options):
-        happened = original(*arguments, **options)
-        if run.trainer.iteration == 2:
-            raise RuntimeError("out of memory")
-        return happened
-
-    update.improve = improve
+    failing(run, (run.trainer.update, "improve"), 2, RuntimeError("out of memory"), after=True)
     with pytest.raises(RuntimeError), rescued(run):
         run.loop()
     assert checkpoint.latest(run.folder / "checkpoints") is None

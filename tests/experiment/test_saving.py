@@ -1,5 +1,4 @@
-"""When a run saves besides ``train.save_every``: by the clock, and where its held-out score is the
-best so far."""
+"""A run saves besides ``train.save_every`` by the clock, and at its best held-out score so far."""
 
 import json
 
@@ -72,6 +71,5 @@ def test_a_score_needs_evaluations(toy, tmp_path):
 def test_the_clock_saves_too(toy):
     run = lifecycle.train(toy, ["train.save_minutes=1e-9", "train.iterations=2"])
     assert kept(run) == ["2", "1"]
-    assert kept(lifecycle.train(toy, ["train.iterations=2", f"run={run}-2"])) == ["2"]
     rare = ["train.save_minutes=1000", "train.iterations=2", f"run={run}-3"]
     assert kept(lifecycle.train(toy, rare)) == ["2"]

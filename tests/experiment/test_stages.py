@@ -89,11 +89,8 @@ def test_a_stage_begins_with_the_weights_of_the_one_before(plain, tmp_path):
     with pytest.raises(UserError, match="no reward to measure"):
         commands.evaluate(first)
     # moved together, they still find each other
-    moved = tmp_path / "elsewhere"
-    run.rename(moved)
-    page = write_report(moved)
-    text = page.read_text()
-    assert "1-sft" in text and "2-rl" in text and page.parent == moved
+    page = write_report(run.rename(tmp_path / "elsewhere")).read_text()
+    assert "1-sft" in page and "2-rl" in page
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(plain, tmp_path):
@@ -121,16 +118,12 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(plain, tmp_path):
 def test_a_configuration_with_stages_is_read_one_by_one(plain, tmp_path):
     file = written(plain, tmp_path)
     assert config.load(file)["objective"] == {"policy_gradient": {"kl": 0.1}}  # the last
-    with pytest.raises(UserError, match="stage=sft, but it has no stages"):
-        shared = {key: value for key, value in plain.items() if key != "stages"}
-        config.load(written(shared, tmp_path, "plain.yaml"), ["stage=sft"])
     sft = config.load(file, ["stage=sft", "train.save_every=7"])
     assert sft["objective"] == "sft" and sft["reward"] == {}
     assert sft["train"]["save_every"] == 7 and sft["train"]["iterations"] == 2
     place, _, line = sft.where("train.iterations").rpartition(":")
     assert place == str(file) and "iterations" in file.read_text().split("\n")[int(line) - 1]
     rl = config.load(file, ["stage=rl", "stages.rl.train.iterations=9"])
-    assert rl["train"]["iterations"] == 9
     assert rl.where("train.iterations") == "command line: stages.rl.train.iterations=9"
     with pytest.raises(UserError, match="stage=rx: no such stage; known: rl, sft"):
         config.load(file, ["stage=rx"])
@@ -141,6 +134,8 @@ def test_a_configuration_with_stages_is_read_one_by_one(plain, tmp_path):
     [
         ({"policy": {"sd": {"path": "a/b"}}}, "stages.rl.policy is sd, but stage sft trains"),
         ({"policy": {"module": {"lora": 4}}}, "policy.module.lora is 4, but null in stage sft"),
+        ({"run": "x"}, "stages.rl.run: is no section of a stage"),
+        ({"trian": {}}, "is no section of a stage; did you mean 'train'"),
     ],
 )
 def test_what_cannot_follow_is_refused_before_anything_is_trained(plain, tmp_path, change, message):
@@ -149,20 +144,6 @@ def test_what_cannot_follow_is_refused_before_anything_is_trained(plain, tmp_pat
     with pytest.raises(UserError, match=message):
         lifecycle.train(file, [f"run={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ({"a/b": {}}, "a stage's name is of letters"),
-        ({"a": {"run": "x"}}, "stages.a.run: is no section of a stage"),
-        ({"a": {"trian": {}}}, "is no section of a stage; did you mean 'train'"),
-    ],
-)
-def test_stages_that_are_written_wrongly_are_named(plain, tmp_path, stages, message):
-    file = written(plain | {"stages": stages}, tmp_path)
-    with pytest.raises(UserError, match=message):
-        lifecycle.train(file)
 
 
 def test_a_run_may_begin_with_the_weights_of_any_other(plain, tmp_path):
@@ -174,8 +155,6 @@ def test_a_run_may_begin_with_the_weights_of_any_other(plain, tmp_path):
     trained = weights_of(run)["weights"]
     for name, value in session.policy.weights.full().items():
         assert torch.equal(value, trained[name][...])
-    with pytest.raises(UserError, match="start: .* is no run"):
-        build.base(file, ["start=nowhere"])
     with pytest.raises(UserError, match="do not fit this policy"):
         build.base(file, [f"start={run}", "policy.lora={rank: 2, targets: [body.0]}"])
 

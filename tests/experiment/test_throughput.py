@@ -1,9 +1,6 @@
-"""What a run logs of its speed: rates of a device, shares of an iteration, MFU where the card is
-known."""
+"""What a run logs of its speed: rates of a device, shares of an iteration, MFU of known cards."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 
@@ -26,14 +23,3 @@ def test_the_first_iteration_is_counted_and_later_ones_follow_their_forwards():
     assert rates["throughput/samples"] == 4.0  # 8 rows in 2 seconds
     assert {"share/rollout", "share/reward", "share/update"} <= set(rates)
     assert rates["share/update"] == pytest.approx(first["time/update"] / 2.0)
-
-
-def test_off_the_table_nothing_is_counted():
-    meter = ThroughputMeter()
-    meter.card = None
-    meter.iterate(make_trainer(**SIZES))
-    assert meter.flops_per_forward is None
-    plan = SimpleNamespace(plan=SimpleNamespace(rows_per_process=6))
-    metrics = {"seconds": 3.0, "answer/tokens": 50.0, "time/sync": 1.5}
-    rates = meter.rates(metrics, plan)
-    assert rates == {"throughput/samples": 2.0, "throughput/tokens": 100.0, "share/sync": 0.5}
