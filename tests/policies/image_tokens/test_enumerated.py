@@ -36,10 +36,8 @@ def images(name):
     [
         ("llamagen-classes", {"guidance_scale": 1.0}),
         ("llamagen", {"guidance_scale": 3.0, "temperature": 0.7}),
-        ("llamagen", {"guidance_scale": 3.0, "top_k": 2}),
         ("var", {"guidance_scale": 3.0, "temperature": 0.7}),
         ("var", {"guidance_scale": 4.0, "top_p": 0.7}),
-        ("janus-images", {"guidance_scale": 3.0, "temperature": 0.7}),
         ("janus-images", {"guidance_scale": 2.0, "top_p": 0.8, "temperature": 1.3}),
         ("emu3", {"guidance_scale": 2.0, "top_k": 2}),
         ("glm_image", {"temperature": 0.7}),
@@ -90,7 +88,7 @@ def test_token_by_token_is_all_at_once_with_ragged_prompts(name, options):
     torch.testing.assert_close(torch.cat(alone), rollout.logprob.sum(1), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llamagen", "var", "janus-images"])
+@pytest.mark.parametrize("name", ["llamagen", "var"])
 def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(name):
     """Of the score without guidance, which most codes publish, less the more guidance there is."""
     ids = images(name)
@@ -109,7 +107,7 @@ def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(name):
     assert found(5.0, "conditional") < found(2.0, "conditional") < 0.9999
 
 
-@pytest.mark.parametrize("name", ["llamagen", "var", "janus-images", "emu3", "glm_image"])
+@pytest.mark.parametrize("name", ["llamagen", "var", "emu3"])
 def test_recomputed_layers_give_the_same_gradient(name):
     plain, again = of(name), of(name)
     again.enable_gradient_checkpointing()
@@ -155,7 +153,7 @@ def test_half_precision(name):
         trainer_of(toys.misremembers(policy, 0.5), PROMPTS, precision="bf16").iterate()
 
 
-@pytest.mark.parametrize("name", ["llamagen-classes", "llamagen", "janus-images"])
+@pytest.mark.parametrize("name", ["llamagen", "janus-images"])
 def test_a_compiled_token_is_the_same(name, monkeypatch):
     """One graph, whose shapes are those of the first token, draws the same tokens; here run without
     code generation."""
