@@ -32,7 +32,6 @@ from mmrl.zoo.models.any_pipeline.replay_check import check_replay
 from mmrl.zoo.models.any_pipeline.replay_draws import Draws
 from mmrl.zoo.models.diffusion.flux import pack, unpack
 from samplers.noise import Rng
-from tests.experiment.test_resume import resumes
 from tests.fixtures import tiny_diffusers, tiny_modular
 from tests.fixtures.replay_cases import CASES, MODULAR, UNGUARDED
 
@@ -186,27 +185,14 @@ def rows(cond, group):
     return {name: value[group] for name, value in cond.items() if name != "uncond"}
 
 
-def rescaled():
-    """Guidance rescaled by the scheduler's sigma, which has to be that of the state."""
-    call = CASES["ltx2"].call | {"modality_scale": 2.0, "guidance_rescale": 0.7}
-    return [make("ltx2", call, guidance_scale=2.5, steps=steps) for steps in (3, 2)]
-
-
-def echoes():
-    others = MODULAR["echo"].call | {"sigmas": [1.0, 0.6, 0.0]}
-    return [make("echo"), make("echo", others, steps=2)]
-
-
-BETWEEN = {
-    "cosmos2": lambda: [make("cosmos2", steps=n, guidance_scale=2.5) for n in (5, 3)],
-    "ltx2": rescaled,
-    "echo": echoes,
-}
+# of the second, guidance is rescaled by the scheduler's sigma, which has to be that of the state
+BETWEEN = {"cosmos2": {}, "ltx2": {"modality_scale": 2.0, "guidance_rescale": 0.7}}
 
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_at_one_time_two_numbers_of_steps_say_the_same(name):
-    policies = BETWEEN[name]()
+    call = CASES[name].call | BETWEEN[name]
+    policies = [make(name, call, guidance_scale=2.5, steps=steps) for steps in (5, 3)]
     x = RNG.normal(torch.arange(2), policies[0].shape, 0, torch.float32)
     t = policies[0].times[1:2].float().expand(2)
     assert (policies[1].times - t[0]).abs().min() > 1e-3
@@ -368,6 +354,7 @@ def networks(name, parts, place, adapter=None):
     return {part: getattr(pipe, part) for part in parts}
 
 
+# packed latents, two experts, all weights, sound and a picture, two stages, a modular pipeline
 EXPORTED = {  # and the rank of an adapter
     "flux": 2,
     "wan-two": 2,
@@ -375,20 +362,19 @@ EXPORTED = {  # and the rank of an adapter
     "ltx2_i2v": 2,
     "kandinsky22-combined": 2,
     "flux3": None,
-    "anima": 2,
-    "minimax_h3": 2,
 }
 
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_it_trains_on_policy_and_its_export_gives_plain_diffusers_our_media(name, tmp_path):
     lora = EXPORTED[name]
-    policy = make(name, lora=lora)
+    steps = 3 if name == "wan-two" else 2
+    policy = make(name, lora=lora, steps=steps)
     _, before = evaluated(policy, PROMPTS[:1])
     assert_on_policy(policy)
     policy.export(tmp_path / "written")
     place = shutil.move(tmp_path / "written", tmp_path / "export")  # which may be anywhere
-    again = make(name, path=place_of(name) if lora else str(place))
+    again = make(name, path=place_of(name) if lora else str(place), steps=steps)
     plain = networks(name, policy.parts, again.place, place if lora else None)
     for part, net in plain.items():
         replayed = again.replay.pipe.__dict__[part].__dict__["_net"]
@@ -397,10 +383,6 @@ def test_it_trains_on_policy_and_its_export_gives_plain_diffusers_our_media(name
     assert_same_media(ours, theirs)
     for one, two in zip(parts_of(before), parts_of(ours), strict=True):
         assert (one - two).abs().max() > 2e-5  # the training is seen, and heard
-
-
-def test_a_checkpoint_resumes_to_the_bit(tmp_path):
-    resumes(lambda: trainer_of(make("flux", lora=2, guidance_scale=2.5, steps=2)), tmp_path)
 
 
 def test_a_text_is_encoded_once_and_each_by_itself():
@@ -483,21 +465,16 @@ def test_only_safe_weights_and_classes_of_the_installed_libraries_are_loaded(
         ("flux", {"guardrail": False}, "option guardrail: FluxPipeline has no guardrail"),
         ("flux", {"sound_share": 0.4}, "sound_share: FluxPipeline makes no sound"),
         ("ltx2", {"sound_share": 0.4, "logprob_reduction": "sum"}, "logprob_reduction sum is a d"),
-        ("ltx25", {"call": {"audio_latents": 0}}, "audio_latents is set by the policy"),
         ("ltx25", {"call": {"stg_strength": 1.0}}, "stg_strength does not exist in a call of LTX"),
-        ("echo", {"steps": 4}, "^policy option steps: Echo.* takes 3 steps, not 4, as its"),
         ("cosmos2", {"steps": 1}, "steps: the last step of Cosmos2.* has no length, so 1"),
         ("cosmos2", {"scheduler": "lcm"}, "option scheduler: lcm is for flows, and the states of"),
         ("kandinsky22", {}, "AutoPipelineForText2Image.from_pretrained"),
         ("kandinsky22-combined", {"tree": Tree(splits=[0])}, "option tree: samples of KandinskyV2"),
         ("wan_v2v", {}, "video_frames: say how many frames .*VideoToVideoPipeline"),
         ("z_image", {"video_frames": 5}, r"video_frames: is for calls with a video \(ZImage"),
-        ("flux", {"path": "/nowhere", "attention": "flash"}, "policy option attention = flash"),
         ("sana_sprint", {"steps": 1}, "SCMScheduler adds noise .* at least 2 steps, not 1"),
-        ("sana_sprint", {"scheduler": "lcm"}, "scheduler: lcm is for flows .* has SCMScheduler"),
         ("sana_sprint", {"steps": 2, "guidance_scale": 2.0}, "no classifier-free guidance"),
         ("cogvideox", {"scheduler": "lcm"}, "whose betas LCMScheduler knows"),
-        ("mochi", {"scheduler": "lcm"}, "invert_sigmas"),
     ],
 )
 def test_a_mistake_is_one_sentence(name, options, says):

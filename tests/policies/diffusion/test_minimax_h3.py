@@ -26,7 +26,7 @@ SIZE = MODULAR["minimax_h3"].call  # the shortest that it makes
 SHIFTS = (12.0, 3.0)
 VIDEO = (37, 16)  # rows and numbers of a row
 SOUND = (414, 4)
-STEPS = 4  # of its call, of which the last is the end
+STEPS = 3  # of its call, of which the last is the end
 NUMBERS = 37 * 16 + 414 * 4
 
 
@@ -47,10 +47,6 @@ def own_blocks(workflow="t2va"):
     pipe = diffusers.MiniMaxH3ModularPipeline(blocks=blocks, pretrained_model_name_or_path=place)
     pipe.load_components()
     return pipe
-
-
-def noise_of(row):
-    return RNG.normal(torch.tensor([row]), (NUMBERS,), 0, torch.float32)
 
 
 def parts(state):
@@ -75,21 +71,17 @@ def called(pipe, noise, text, **call):
 
 def agree(policy, pipe, **call):
     """The media of the noiseless policy, which are those of the pipeline's blocks."""
-    _, media = evaluated(policy)
-    videos = []
-    for row, prompt in enumerate(PROMPTS):
-        video, sound = called(pipe, noise_of(row), prompt["text"], **call)
-        assert_heard(media[row : row + 1], video, sound)
-        videos.append(video)
-    assert (videos[0] - videos[1]).abs().max() > 1e-3
+    _, media = evaluated(policy, PROMPTS[:1])
+    noise = RNG.normal(torch.arange(1), (NUMBERS,), 0, torch.float32)
+    assert_heard(media, *called(pipe, noise, PROMPTS[0]["text"], **call))
     return media
 
 
 def test_without_noise_it_is_what_its_own_blocks_give(plain):
     policy = plain
     assert policy.replay.states.ratio(1) == pytest.approx(SHIFTS[1] / SHIFTS[0], rel=1e-6)
-    assert policy.times.tolist() == pytest.approx([1.0, 24 / 25, 12 / 14, 0.0], rel=1e-6)
-    check_replay(policy, PROMPTS)
+    assert policy.times.tolist() == pytest.approx([1.0, 12 / 13, 0.0], rel=1e-6)
+    check_replay(policy, PROMPTS[:1])
     media = agree(policy, own_blocks())
     assert policy.capabilities.sound and policy.capabilities.makes == "video"
     assert media.sampling_rate == 320

@@ -3,23 +3,19 @@ evaluation, drawing and objectives of finished samples need none."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import pytest
 import torch
-import yaml
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
 from mmrl.policies.base import RolloutContext
-from mmrl.policies.capabilities import NOISELESS
 from mmrl.zoo.objectives import DPO
 from samplers.kernels import flow_ddim
 from samplers.noise import Rng
 from samplers.windows import random_window, window
-from tests.fixtures import tiny_diffusers, toys
-from tests.fixtures.command import refused
+from tests.fixtures import toys
 from tests.policies.diffusion.test_any_pipeline import (
     PROMPTS,
     RNG,
@@ -85,19 +81,3 @@ def test_a_loss_of_groups_by_denoising_errors_reads_finished_samples():
     context = RolloutContext(reads=by_errors.requires.states_read())
     rollout = policy.rollout(toys.prompts(2), 2, RNG, context)
     assert rollout.latents.states.shape[1] == 0 and rollout.sample.isfinite().all()
-
-
-def test_the_command_says_it_before_anything_is_sampled(tmp_path):
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": "a red seven"}))
-    place = str(tiny_diffusers.folder("sd"))
-    sizes = {"prompts_per_iteration": 1, "group_size": 2, "train_batch_size": 2}
-    whole = {
-        "policy": {"sd": {"path": place, "size": 16, "noise_level": 0.0}},
-        "data": {"prompts": {"path": "prompts.jsonl", "held_out": 0}},
-        "reward": {"sharpness": 1.0},
-        "objective": "policy_gradient",
-        "train": sizes | {"iterations": 1},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(whole))
-    message = refused("train", "run.yaml", "run=first", cwd=tmp_path)
-    assert f"the objective PolicyGradient {NOISELESS}" in message

@@ -1,7 +1,5 @@
 """Consistency models by the policy ``pipeline``: their samplers' own noise makes the decisions."""
 
-import shutil
-
 import diffusers
 import pytest
 import torch
@@ -16,7 +14,6 @@ from mmrl.train.minibatches import passes
 from mmrl.zoo.models.any_pipeline import replay_consistency
 from mmrl.zoo.models.any_pipeline.replay_scheduler import one_step_form
 from samplers.noise import Rng
-from tests.fixtures import tiny_diffusers
 from tests.fixtures.replay_cases import CASES
 from tests.policies.diffusion.test_any_pipeline import (
     PROMPTS,
@@ -104,6 +101,9 @@ def test_an_export_gives_plain_diffusers_our_pictures(name, tmp_path):
     if lora:
         pipe.load_lora_weights(tmp_path)
         pipe.scheduler = kind.from_pretrained(tmp_path, subfolder="scheduler")
+    else:  # a folder that has the few-step sampler is sampled by it
+        again = make(name, path=str(tmp_path), steps=3)
+        assert again.renews and planned(again, 1, Rng.of("same")).eta.tolist() == [1, 1, 0]
     assert type(pipe.scheduler) is kind
     drawn = noises(policy, rollout.row_id)
     theirs = media_of(plain_pictures(name, policy, 1.0, drawn, pipe), policy.pipeline)
@@ -123,17 +123,6 @@ def test_another_number_of_steps_in_evaluation_has_its_own_times():
     torch.testing.assert_close(policy.evaluation_times, expected, atol=1e-6, rtol=0)
     rollout, _ = evaluated(policy, PROMPTS[:1])
     assert rollout.latents.time.shape[1] == 5
-
-
-def test_a_folder_that_has_the_few_step_sampler_is_sampled_by_it(tmp_path):
-    shutil.copytree(tiny_diffusers.folder("z_image"), tmp_path / "student")
-    diffusers.FlowMatchLCMScheduler(shift=3.0).save_pretrained(tmp_path / "student" / "scheduler")
-    index = tmp_path / "student" / "model_index.json"
-    index.write_text(
-        index.read_text().replace("FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler")
-    )
-    policy = make("z_image", path=str(tmp_path / "student"), steps=3)
-    assert policy.renews and planned(policy, 1, Rng.of("same")).eta.tolist() == [1, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import diffusers
 import pytest
 import torch
 
-from mmrl.apps.dry_run import page
-from mmrl.apps.dry_run.dryrun import dry_run
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.data.by_size import BySize
@@ -148,22 +146,13 @@ def test_prompts_that_are_cut_are_counted_once_and_the_libraries_are_silent(capl
     assert not short.report.notes
 
 
-def test_a_pipelines_prompts_and_those_of_the_dry_run_are_counted_too(tmp_path):
+def test_a_pipelines_prompts_are_counted_too():
     place = tiny_diffusers.folder("flux")
     call = {"height": 16, "width": 16, "max_sequence_length": 16}
     policy = POLICIES.build("pipeline", path=str(place), call=call, steps=1, check=False)
     policy.admit([{"text": LONG}, {"text": "a red seven"}])
     lines = [line for line in policy.report.notes if "longer than" in line]
     assert len(lines) == 2 and "the 16 tokens" in lines[1] and "max_sequence_length" in lines[1]
-    (tmp_path / "p.txt").write_text(f"{LONG}\na red seven\n")
-    (tmp_path / "c.yaml").write_text(
-        f"policy: {{flux: {{path: {place}, size: 16, text_length: 16}}}}\n"
-        f"data: {{prompts: {{path: {tmp_path}/p.txt, held_out: 0}}}}\n"
-        "reward: {aesthetic: 1.0}\nobjective: policy_gradient\n"
-        "train: {prompts_per_iteration: 2, group_size: 2, train_batch_size: 4, iterations: 1}"
-    )
-    shown = list(page.lines(dry_run(tmp_path / "c.yaml")))
-    assert sum(line.startswith("prompts     1 of 2 prompts are longer") for line in shown) == 2
 
 
 def test_columns_that_look_like_settings_are_mentioned():

@@ -200,46 +200,30 @@ def test_a_discrete_process_is_that_of_ddim_in_the_pipeline(name, tmp_path, monk
 CLASSES = [n for n in dir(diffusers) if n.endswith("Scheduler") and not n.startswith("Flax")]
 
 
-def test_every_class_of_diffusers_is_held_to_ddim_or_refused(tmp_path, monkeypatch):
-    policy, _ = family("sd")
+@pytest.mark.parametrize("name", ["sd", "wan"])
+def test_every_class_of_diffusers_is_held_to_the_process_or_refused(name, tmp_path, monkeypatch):
+    """To DDIM, or to its own times in Wan, whose pipeline leaves them to the scheduler."""
+    policy, _ = family(name)
     taken = set()
     for kind in CLASSES:
-        place = tmp_path / kind
-        place.mkdir()
-        monkeypatch.setattr(policy, "place", written(place, kind, SCALED))
+        config = SCALED if name == "sd" else {} if kind == EULER else SOLVED
+        monkeypatch.setattr(policy, "place", written(tmp_path / kind, kind, config))
         try:
-            policy.trained_process(), policy.own_grid()
+            ours = policy.own_grid()(4) if name == "wan" else policy.trained_process()
         except UserError as error:
             assert "scheduler_config.json: " in str(error), kind
             continue
         taken.add(kind)
-        own = getattr(diffusers, kind).from_pretrained(place, subfolder="scheduler")
-        assert_process(policy, diffusers.DDIMScheduler.from_config(own.config))
-    assert taken == set(schedulers.DISCRETES)
-
-
-def test_every_class_of_diffusers_is_held_to_its_own_flow_times_or_refused(tmp_path, monkeypatch):
-    """In Wan, whose pipeline leaves the times to the scheduler."""
-    policy, _ = family("wan")
-    taken = set()
-    for kind in CLASSES:
-        place = tmp_path / kind
-        place.mkdir()
-        config = {} if kind == EULER else SOLVED
-        monkeypatch.setattr(policy, "place", written(place, kind, config))
-        try:
-            ours = policy.own_grid()(4)
-        except UserError as error:
-            assert "scheduler_config.json: " in str(error), kind
+        theirs = getattr(diffusers, kind).from_pretrained(tmp_path / kind, subfolder="scheduler")
+        if name == "sd":
+            assert_process(policy, diffusers.DDIMScheduler.from_config(theirs.config))
             continue
-        taken.add(kind)
-        theirs = getattr(diffusers, kind).from_config(config)
         theirs.set_timesteps(4)
         first = 1 if kind != EULER else 0  # solvers begin a little below 1
         wanted = torch.as_tensor(theirs.sigmas).double()
         wanted[-1] = 0  # DEIS and SA repeat the time before, which would leave the noise there
         torch.testing.assert_close(ours[first:], wanted[first:], atol=1e-7, rtol=0)
-    assert taken == set(schedulers.FLOWS)
+    assert taken == set(schedulers.DISCRETES if name == "sd" else schedulers.FLOWS)
 
 
 # families with their own scheduler: its class, and settings of its files

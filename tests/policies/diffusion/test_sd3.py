@@ -36,7 +36,7 @@ def folder():
 
 def make(folder, **options):
     torch.manual_seed(0)
-    return SD3(folder, size=32, **{"steps": 4, "fixed_batch_rows": 12} | options)
+    return SD3(folder, size=32, **{"steps": 2, "fixed_batch_rows": 12} | options)
 
 
 def brightness(media, prompts):
@@ -118,15 +118,6 @@ def test_the_first_step_is_exactly_on_policy_under_autocast(folder):
     assert metrics["ratio/max_deviation"] == 0.0
     assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == 0.0
     assert metrics["grad_norm"] > 0 and metrics["step"] == 1
-
-
-def test_half_precision_weights_are_scored_as_sampled(folder):
-    policy = make(folder, dtype="float16", lora=4, trajectory_dtype="float16")
-    metrics = trainer_of(policy).iterate()
-    assert metrics["ratio/max_deviation"] == 0.0 and metrics["kl"] == 0.0
-    kept = policy.net.transformer_blocks[0].attn.to_q
-    assert kept.base_layer.weight.dtype == torch.float16
-    assert kept.lora_A.default.weight.dtype == torch.float32
 
 
 def test_commands_compute_as_training_does(tmp_path):

@@ -163,23 +163,6 @@ def test_what_is_no_one_decision_is_refused(policy):
         UserError, match="takes no videos of others: .* diffusers has nothing that makes"
     ):
         policy.encode_media(torch.zeros(1, 9, 3, 32, 32))
-    prepare = policy.replay.pipe.__dict__.pop("prepare_audio_latents")
-    policy.replay.states.count = 1
-    try:
-        with pytest.raises(UserError, match="it does not say how the others are prepared"):
-            policy.replay.conditions(policy.arguments.example(), 2)
-    finally:
-        policy.replay.pipe.__dict__["prepare_audio_latents"] = prepare
-        policy.replay.states.count = 2
-
-
-def test_guidance_costs_the_passes_that_the_page_says(policy):
-    """And none without guidance, though the pipeline's own call begins with three."""
-    x = sampled(policy).sample
-    for each, count in ((policy, 1), (ltx2(GUIDED, guidance_scale=3.0), 3)):
-        part = each._asks(each.times[:1].float().expand(2))[0]
-        names = each._passes(part, x, each.encode(PROMPTS), each.guidance_scale)
-        assert names == ("transformer",) * count
 
 
 def test_from_a_picture_only_what_is_stepped_is_the_decision():

@@ -62,17 +62,6 @@ def test_branch_grpo_what_a_tree_costs(steps, forwards, edges):
     assert int(rollout.mask.sum()) == edges
 
 
-def test_published_savings_are_counted():
-    """Of 20 steps: without the five deepest levels 138 edges, 8.625 a leaf; Mix in steps 0 to 3 and
-    at splits 34."""
-    tree = Tree(splits=[0, 3, 6, 9])
-    rollout, spans = stick(tree, 20)
-    kept = ~Branch(prune_depth=[16, 17, 18, 19, 20])(torch.rand(16), rollout).isnan()
-    assert int((rollout.mask & kept).sum()) == 138 == 8.625 * 16
-    noisy = torch.isin(torch.arange(20), torch.tensor([0, 1, 2, 3, *tree.at(20)]))
-    assert size(spans, 16, noisy) == {"forwards": 203 / 16, "edges": 34 / 16}
-
-
 def test_the_network_sees_shared_states_once():
     policy, rollout = grown(copies=4)
     assert policy.report.forwards == 3 * (1 + 2 + 2 + 4)  # three prompts
@@ -130,15 +119,6 @@ def test_correlated_noise_is_standard_normal_with_the_published_correlation():
     assert abs((xi[:, 0] * xi[:, 1]).mean() - 1 / (1 + 2.0**2)) < 0.02
 
 
-def test_published_noise_is_scaled_but_scored_as_if_it_were_not():
-    which = (Rng.of(0), torch.arange(6), torch.zeros(6), (3,), 1, torch.float64)
-    scaled = Tree(noise="published", scale=4.0).draw(*which)
-    assert torch.equal(scaled, 4 * Tree().draw(*which))
-    _, rollout = grown(tree=Tree(splits=[0, 2], noise="published"))
-    _, exact = grown()
-    assert rollout.logprob[:, 0].mean() < exact.logprob[:, 0].mean() - 3  # 16 times the exponent
-
-
 def test_branch_grpo_the_published_branch_step():
     """BranchGRPO (Li et al. 2025), flux_step_with_split: Dance-SDE from 0.75 to 0.5 with 4 times
     the noise; the log-prob is that of the noise unscaled."""
@@ -162,16 +142,6 @@ def test_outside_the_window_steps_are_deterministic_but_splits_never():
     assert not rollout.mask[:, 3].any() and rollout.logprob[:, 3].abs().max() == 0
 
 
-def test_a_shared_ode_prefix_then_a_branch():
-    """Flow-GRPO-Fast as first published: one latent a prompt, deterministic until step 2, all
-    copies part there."""
-    tree = Tree(splits=[2], factor=6)
-    policy, rollout = grown(6, tree=tree, noise_window=partial(window, start=2, stop=3))
-    assert policy.report.forwards == 3 * (1 + 1 + 1 + 6)
-    assert rollout.mask.sum(0).tolist() == [0, 0, 18, 0]
-    assert len(torch.unique(rollout.latents.states[:6, 2], dim=0)) == 1
-
-
 @pytest.mark.parametrize(
     ("tree", "copies", "said"),
     [
@@ -180,9 +150,12 @@ def test_a_shared_ode_prefix_then_a_branch():
         (Tree(splits=9), 4, "0 and 3"),
     ],
 )
-def test_trees_that_do_not_fit_are_refused(tree, copies, said):
+def test_trees_that_do_not_fit_or_are_not_there_are_refused(tree, copies, said):
     with pytest.raises(UserError, match=said):
         grown(copies=copies, tree=tree)
+    flat = grown()[1].replace(edge_id=None)
+    with pytest.raises(UserError, match="give the policy one"):
+        Branch()(Rewards({"r": torch.zeros(len(flat))}), flat)
 
 
 def test_branch_grpo_fused_and_normalised_by_depth():
@@ -295,14 +268,6 @@ def test_pruning_takes_edges_out_of_training_only():
     ends = Branch(prune_width="extremes")(reward, rollout).isnan()
     # the best, 0.9, and the worst, 0.1
     assert ends[:, 3:].all(1).tolist() == [False, True, False, True]
-
-
-def test_without_a_tree_it_says_so():
-    policy = toys.make("flow")
-    with torch.no_grad():
-        rollout = policy.rollout(toys.prompts(2), 4, Rng.of("flat"))
-    with pytest.raises(UserError, match="give the policy one"):
-        Branch()(Rewards({"r": torch.zeros(8)}), rollout)
 
 
 def test_a_shared_edge_has_the_mean_advantage_of_its_leaves_under_any_advantage():

@@ -3,21 +3,16 @@ diffusers' own pipelines they are in test_folder_families."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import load_built_in
-from mmrl.experiment.lifecycle import train
 from samplers import windows
 from samplers.noise import Rng
-from tests.fixtures import clips, tiny_diffusers
+from tests.fixtures import clips
 from tests.policies.diffusion.test_folder_families import CASES, PROMPTS, make, picture
 
 load_built_in()
@@ -88,23 +83,3 @@ def test_a_clip_teaches_what_follows_its_own_first_frame(tmp_path):
     for answer in ("7", 7, [7]):
         with pytest.raises(UserError, match="under 'answer' it may be left out"):
             policy.encode([{"text": "a red seven", "answer": answer}])
-
-
-def test_clips_with_captions_are_learnt_from_a_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"text": f"a red {i}", "video": clip_of(f"{i}.mp4", i)} for i in range(4)]
-    Path("clips.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = {"path": str(tiny_diffusers.folder("wan_i2v")), "steps": 2, "lora": 2}
-    sizes = {"prompts_per_iteration": 2, "train_batch_size": 2, "iterations": 1, "group_size": 1}
-    whole = {
-        "policy": {"wan_i2v": options | CASES["wan_i2v"].own},
-        "data": {"captions": {"path": "clips.jsonl", "held_out": 0.3}},
-        "log": {"tensorboard": False},
-        "objective": "sft",
-        "train": sizes | {"evaluate_every": 1, "micro_batch_size": 2},
-    }
-    Path("c.yaml").write_text(yaml.safe_dump(whole))
-    train(Path("c.yaml"), ["run=run"])
-    (line,) = Path("run/metrics.jsonl").read_text().splitlines()
-    logged = json.loads(line)
-    assert logged["eval/loss"] > 0 and logged["grad_norm"] > 0
