@@ -1,5 +1,5 @@
-"""Sequences split over two processes (gloo), and shards inside copies on four, do what one process
-does; what does not divide is a sentence before anything is loaded."""
+"""Sequences split inside of copies, and shards inside of copies, on four processes (gloo) do what
+one process does; what does not divide is a sentence before anything is loaded."""
 
 from functools import partial
 from pathlib import Path
@@ -53,14 +53,11 @@ def start(run, folder, *words):
 
 @pytest.mark.slow
 def test_split_sequences_and_shards_inside_copies_equal_one_process(tmp_path):
-    """Two processes that split them; two groups of two that do; two copies of two shards each."""
-    sizes = ["--prompts", "4"]
-    one = start(warm.run, tmp_path / "one", *sizes)
-    equal(one, start(warm.ranks, tmp_path / "two", "--split", "2", *sizes), worker.CASES)
+    """Two groups of two that split them; two copies of two shards each."""
+    one = start(warm.run, tmp_path / "one")
     four = partial(warm.ranks, count=4)
-    for option in ("--split", "--shards"):
-        words = [option, "2", *sizes, "--cases", "flux"]
-        equal(one, start(four, tmp_path / option, *words), ["flux"])
+    for option, cases in {"--split": list(worker.CASES), "--shards": ["flux"]}.items():
+        equal(one, start(four, tmp_path / option, option, "2", "--cases", *cases), cases)
 
 
 def test_meshes_that_do_not_divide_are_refused(monkeypatch):
