@@ -1,13 +1,10 @@
 """Waits for the device and tensors of two devices, which a CPU does not show, on the pretend one of
 sim_device.py: a case of each way through the code.
 
-A device is registered once per process and changes torch, so everything runs in separate processes,
-one for each part.
+A device is registered once per process and changes torch, so everything runs in a separate process.
 """
 
 import json
-
-import pytest
 
 from tests.fixtures import warm
 
@@ -18,35 +15,23 @@ STEPS = {"policy:masked_lm": 2, "policy:pipeline": 20}
 # of one rollout besides: prompts, encoders, first passes; of a reward's call
 # for four samples, which transformers' processors stop by sample or question
 ROLLOUT = 24
-ROLLOUTS = {
-    "policy:pipeline": 40,
-    "reward:geneval": 32,
-    "reward:vqa_score": 64,
-}
+ROLLOUTS = {"policy:pipeline": 40, "reward:vqa_score": 64}
 UPDATE = 12  # of an optimizer step of any number of passes, besides PASS for each of its passes
 # of one pass with gradients of a real network: transformers and diffusers ask in their own code
 LIBRARY = 2
 PASS = {  # where it is otherwise; many decide by values what to compute
-    **dict.fromkeys([f"policy:{name}" for name in ("sd3", "sd", "amused", "var")], 0),
+    **dict.fromkeys(["policy:sd3", "policy:var"], 0),
     **dict.fromkeys(["policy:vlm", "distill:vlm"], 12),
     "sft:vlm": 22,  # two prompts with images in every pass
     "policy:pipeline": 32,
     "objective:adjoint_matching:flow": 1,  # whether a step has noise
 }
-PARTS = {
-    "toys": (
-        *("toy:flow", "toy:masked", "toy:causal", "objective:nft:flow", "objective:draft:flow"),
-        *("objective:adjoint_matching:flow", "objective:dpo:causal"),
-    ),
-    "networks": (
-        *("policy:sd3", "policy:sd", "policy:amused", "policy:var", "policy:masked_lm"),
-        "policy:pipeline",
-    ),
-    "answers": (
-        *("policy:vlm", "policy:janus_unified", "distill:vlm", "sft:vlm"),
-        *("reward:pickscore", "reward:geneval", "reward:vqa_score"),
-    ),
-}
+CASES = (
+    *("toy:flow", "toy:masked", "toy:causal", "objective:draft:flow"),
+    *("objective:adjoint_matching:flow", "objective:dpo:causal"),
+    *("policy:sd3", "policy:var", "policy:masked_lm", "policy:pipeline", "policy:vlm"),
+    *("distill:vlm", "sft:vlm", "reward:pickscore", "reward:vqa_score"),
+)
 
 
 def complaints(record: dict) -> list[str]:
@@ -73,13 +58,12 @@ def complaints(record: dict) -> list[str]:
     return [f"{case}: {each}" for each in words]
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_waits_are_few_and_no_tensors_of_two_devices_meet(part):
+def test_waits_are_few_and_no_tensors_of_two_devices_meet():
     """Steps of a toy wait a constant number of times, those of a family at most once a pass."""
-    words = ["-m", "tests.fixtures.sim_worker", *PARTS[part]]
+    words = ["-m", "tests.fixtures.sim_worker", *CASES]
     finished = warm.run(words, ACCELERATE_TORCH_DEVICE="sim:0")
     records = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
-    assert [record["case"] for record in records] == [*PARTS[part]], finished.stderr[-2000:]
+    assert [record["case"] for record in records] == [*CASES], finished.stderr[-2000:]
     wrong = [line for record in records for line in complaints(record)]
     assert not wrong, "\n".join(wrong)
 
