@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2] / "configs"
 
 
 def test_every_optimizer_is_measured_on_shards_or_refused(monkeypatch):
-    plain = {"adamw", "sgd"}  # of the other cases there
+    # of the other cases there; and pages are of CUDA
+    plain = {"adamw", "sgd", "paged_adamw_8bit"}
     assert set(OPTIMIZERS) == plain | set(OPTIMIZED) | set(WHOLE_ONLY)
     assert all(unshardable(name) is None for name in OPTIMIZED)
     assert "prodigyopt sums" in str(unshardable("prodigy"))

@@ -1,5 +1,5 @@
 """The policy ``pipeline`` where other parts meet it: precision, checkpointing, trees,
-demonstrations, teachers. tests/train/test_processes.py has processes."""
+demonstrations, teachers. scripts/dev/check_shards.py has processes."""
 
 from __future__ import annotations
 
