@@ -1,4 +1,4 @@
-"""Registers what the digits world builds once and caches: ``world:digits/sd3`` in a configuration
+"""Registers what the embedded worlds build once and cache: ``world:digits/sd3`` in a configuration
 is a folder built here.
 
 Names ending in ``-test`` are the same classes and files after a few steps of training: quick to
@@ -25,6 +25,7 @@ from mmrl.worlds.recipes import (
     VQRecipe,
     WanPartsRecipe,
     WanRecipe,
+    WordsRecipe,
 )
 from mmrl.worlds.unfinished import Unfinished
 
@@ -158,6 +159,13 @@ def wan_folder(name: str, recipe: WanRecipe, shared: WanPartsRecipe, shared_name
         build_wan(folder, wan_parts(shared_name, shared), recipe, progress)
 
     return _fetch(name, (recipe, shared), _WAN, build)
+
+
+def words(name: str, recipe: WordsRecipe) -> Path:
+    """Build a complete diffusers folder that ``StableDiffusion3Pipeline.from_pretrained`` loads."""
+    from mmrl.worlds.words.spelling import build_words
+
+    return _fetch(name, (recipe,), ("words", "vae"), partial(build_words, recipe=recipe))
 
 
 @ARTIFACTS.register("digits/sd3")
@@ -313,3 +321,15 @@ def wan_i2v_test() -> Path:
     return wan_folder(
         "digits/wan_i2v-test", recipes.WAN_I2V_TEST, recipes.WAN_PARTS_TEST, "digits/wan-parts-test"
     )
+
+
+@ARTIFACTS.register("words/sd3")
+def speller() -> Path:
+    """Build a tiny Stable Diffusion 3 that writes words and half spells."""
+    return words("words/sd3", recipes.WORDS)
+
+
+@ARTIFACTS.register("words/sd3-test")
+def speller_test() -> Path:
+    """Build a tiny Stable Diffusion 3 of the words world, barely trained, for tests."""
+    return words("words/sd3-test", recipes.WORDS_TEST)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.worlds.progress import Progress
-from mmrl.worlds.recipes import FlowRecipe, WanRecipe
+from mmrl.worlds.recipes import FlowRecipe, WanRecipe, WordsRecipe
 from samplers.noise import Rng
 
-Recipe = TypeVar("Recipe", FlowRecipe, WanRecipe)
+Recipe = TypeVar("Recipe", FlowRecipe, WanRecipe, WordsRecipe)
 
 
 class Draw(NamedTuple):

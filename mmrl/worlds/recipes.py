@@ -32,6 +32,7 @@ VERSIONS = {
     "moving": 1,  # clips
     "wan_parts": 1,
     "wan": 1,
+    "words": 1,  # words.signs, words.lettering, words.spelling
 }
 
 
@@ -269,3 +270,39 @@ WAN_I2V = replace(WAN, first_frame=True, patch=(1, 2, 2), heads=5, lr=3e-3)  # a
 WAN_PARTS_TEST = WanPartsRecipe(WanTextRecipe(steps=2), WanVaeRecipe(latent=8, scenes=40))
 WAN_TEST = replace(WAN, layers=1, heads=5, scenes=16, steps=3, batch=8)
 WAN_I2V_TEST = replace(WAN_I2V, layers=1, heads=2, scenes=16, steps=3, batch=8)
+
+
+@dataclass(frozen=True)
+class WordsRecipe:
+    """Describes the Stable Diffusion 3 of the words world. Its text encoders, T5 over single
+    characters, are trained with the transformer."""
+
+    text: TextRecipe = field(default_factory=lambda: TextRecipe(width=32, joint=128))
+    vae: VaeRecipe = field(
+        default_factory=lambda: VaeRecipe(
+            channels=(16, 32, 64), latent=8, scenes=8000, steps=1500, lr=4e-3, coarse=4.0
+        )
+    )
+    layers: int = 4
+    heads: int = 6  # of 32 channels each
+    pictures: int = 40000
+    letters: float = 0.5  # share of pictures whose words are random letters, so that it spells
+    steps: int = 6000
+    batch: int = 64
+    lr: float = 1.5e-3
+    true_first: float = 1.0
+    wrong_captions: float = 0.0
+    no_caption: float = 0.1  # share trained with the empty prompt, for classifier-free guidance
+    seed: int = 0
+
+
+WORDS = WordsRecipe()
+WORDS_TEST = WordsRecipe(
+    TextRecipe(width=32, joint=64),
+    VaeRecipe(channels=(8, 8, 16), latent=8, scenes=64, steps=4, batch=4),
+    layers=1,
+    heads=2,
+    pictures=64,
+    steps=3,
+    batch=8,
+)

@@ -4,6 +4,7 @@ to distinguish captions."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ _WORDS = (
 )
 
 
-def clip_tokenizer() -> Any:
+def clip_tokenizer(words: Sequence[str] = _WORDS, length: int = LENGTH) -> Any:
     """Make a CLIPTokenizer: one token for every word of the world, bytes for all others."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import CLIPTokenizer
@@ -61,13 +62,13 @@ def clip_tokenizer() -> Any:
         # letters would follow a hash table, which differs between processes
         special_tokens=last,
     )
-    words = [word for word in dict.fromkeys(_WORDS) if word.isalpha()]
-    core.train_from_iterator((word for word in words for _ in range(3)), trainer)
+    whole = [word for word in dict.fromkeys(words) if word.isalpha()]
+    core.train_from_iterator((word for word in whole for _ in range(3)), trainer)
     merges = [tuple(pair) for pair in _merges(core)]
     pieces = [*letters, *last, *("".join(pair) for pair in merges)]
     pieces += ["<|startoftext|>", "<|endoftext|>"]  # the end last: pooling looks for the largest id
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=LENGTH)
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=length)
 
 
 def _merges(core: Any) -> list[Any]:
@@ -77,37 +78,40 @@ def _merges(core: Any) -> list[Any]:
     return [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
 
 
-def t5_tokenizer() -> Any:
+def t5_tokenizer(words: Sequence[str] = _WORDS, length: int = LENGTH) -> Any:
     """Make a T5Tokenizer (unigram) with one piece for every word, and single ASCII characters for
     all others."""
     from transformers import T5Tokenizer
 
-    words = [f"▁{word}" for word in dict.fromkeys(_WORDS) if word.isalpha()]
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)] + [(word, -1.0) for word in words]
+    whole = [f"▁{word}" for word in dict.fromkeys(words) if word.isalpha()]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)] + [(word, -1.0) for word in whole]
     pieces += [(letter, -10.0) for letter in ["▁", *map(chr, range(33, 127))]]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=LENGTH)
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=length)
 
 
 def text_models(recipe: TextRecipe) -> dict[str, Any]:
     """Make ``tokenizer``, ``text_encoder`` and their twins 2 and 3, as StableDiffusion3Pipeline
     names them."""
+    tokenizers = {
+        "tokenizer": clip_tokenizer(),
+        "tokenizer_2": clip_tokenizer(),
+        "tokenizer_3": t5_tokenizer(),
+    }
+    return tokenizers | text_encoders(recipe, tokenizers)
+
+
+def text_encoders(recipe: TextRecipe, tokenizers: dict[str, Any]) -> dict[str, Any]:
+    """Make a random encoder for every tokenizer."""
     from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-    clip = clip_tokenizer()
-    t5 = t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        encoder = CLIPTextModelWithProjection(_clip_config(recipe, clip))
-        two = CLIPTextModelWithProjection(_clip_config(recipe, clip))
-        three = T5EncoderModel(_t5_config(recipe, t5))
-    return {
-        "tokenizer": clip,
-        "tokenizer_2": clip_tokenizer(),
-        "tokenizer_3": t5,
-        "text_encoder": encoder,
-        "text_encoder_2": two,
-        "text_encoder_3": three,
-    }
+        clips = [
+            CLIPTextModelWithProjection(_clip_config(recipe, tokenizers[name]))
+            for name in ("tokenizer", "tokenizer_2")
+        ]
+        t5 = T5EncoderModel(_t5_config(recipe, tokenizers["tokenizer_3"]))
+    return {"text_encoder": clips[0], "text_encoder_2": clips[1], "text_encoder_3": t5}
 
 
 def _clip_config(recipe: TextRecipe, clip: Any) -> Any:
@@ -120,7 +124,7 @@ def _clip_config(recipe: TextRecipe, clip: Any) -> Any:
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=4 * recipe.width,
-        max_position_embeddings=LENGTH,
+        max_position_embeddings=clip.model_max_length,
         hidden_act="gelu",
         bos_token_id=clip.bos_token_id,
         eos_token_id=clip.eos_token_id,
@@ -199,9 +203,14 @@ def teach_text(models: dict[str, Any], recipe: TextRecipe, progress: Progress) -
 
 def tokens(models: dict[str, Any], name: str, texts: list[str]) -> Tensor:
     """Return the token ids of one of the three tokenizers ("", "_2", "_3"), as the pipeline pads
-    them: [P, 16]."""
-    ids: Tensor = models[f"tokenizer{name}"](
-        texts, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt"
+    them: [P, length]."""
+    tokenizer = models[f"tokenizer{name}"]
+    ids: Tensor = tokenizer(
+        texts,
+        padding="max_length",
+        max_length=tokenizer.model_max_length,
+        truncation=True,
+        return_tensors="pt",
     ).input_ids
     return ids
 
@@ -216,15 +225,18 @@ def pool(models: dict[str, Any], ids: dict[str, Tensor]) -> list[Tensor]:
 def embed(models: dict[str, Any], texts: list[str]) -> tuple[Tensor, Tensor]:
     """Return tokens [P, 32, joint] and pooled [P, 2 width], as
     StableDiffusion3Pipeline.encode_prompt does."""
+    return encoded(models, {name: tokens(models, name, texts) for name in ("", "_2", "_3")})
+
+
+def encoded(models: dict[str, Any], ids: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Encode the ids of the three tokenizers; see ``embed``."""
     hidden = []
     pooled = []
     for name in ("", "_2"):
-        outputs = models[f"text_encoder{name}"](
-            tokens(models, name, texts), output_hidden_states=True
-        )
+        outputs = models[f"text_encoder{name}"](ids[name], output_hidden_states=True)
         hidden.append(outputs.hidden_states[-2])
         pooled.append(outputs.text_embeds)
-    long = models["text_encoder_3"](tokens(models, "_3", texts))[0]
+    long = models["text_encoder_3"](ids["_3"])[0]
     states = torch.cat(hidden, -1)
     states = F.pad(states, (0, long.shape[-1] - states.shape[-1]))
     return torch.cat([states, long], 1), torch.cat(pooled, -1)

@@ -68,10 +68,17 @@ def new_vae(recipe: VaeRecipe) -> Any:
 
 
 def teach_vae(vae: Any, recipe: VaeRecipe, progress: Progress) -> None:
-    """Reconstruct rendered scenes, then set scale and shift so that latents have mean 0 and
-    deviation 1."""
+    """Train on rendered scenes."""
     rng = Rng.of(recipe.seed, "vae")
-    images = render(training_prompts(recipe.scenes, recipe.single, recipe.seed), rng).images * 2 - 1
+    prompts = training_prompts(recipe.scenes, recipe.single, recipe.seed)
+    fit_vae(vae, render(prompts, rng).images, recipe, progress)
+
+
+def fit_vae(vae: Any, images: Tensor, recipe: VaeRecipe, progress: Progress) -> None:
+    """Reconstruct images [N, 3, H, W] in 0..1, then set scale and shift so that latents have mean 0
+    and deviation 1."""
+    rng = Rng.of(recipe.seed, "vae")
+    images = images * 2 - 1
     images = images.contiguous(memory_format=torch.channels_last)
     vae.to(memory_format=torch.channels_last)  # a third faster on a CPU
     optimizer = torch.optim.AdamW(vae.parameters(), recipe.lr, betas=(0.9, 0.99), weight_decay=0.0)

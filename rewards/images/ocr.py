@@ -18,6 +18,7 @@ from rewards.base.prompt import field_of
 from rewards.card import card, card_with
 
 EVERY = 4  # every n-th frame of a video is read
+LINES = 32  # pictures of one pass of the recogniser
 QUOTED = re.compile(r'"([^"]*)"')
 
 
@@ -47,43 +48,67 @@ class OCR:
         threads: of the engine.
         side: smaller pictures are upscaled to this many pixels on the shorter side before
             detection; less is faster and misses small text.
+        detect: False where a picture is one line of text: the recogniser alone reads it, in
+            batches, at a fraction of the time.
 
     Raises:
         UserError: RapidOCR is not installed; a prompt without a target.
     """
 
-    def __init__(self, field: str = "text", threads: int = -1, side: Annotated[int, Ge(32)] = 736):
+    def __init__(
+        self,
+        field: str = "text",
+        threads: int = -1,
+        side: Annotated[int, Ge(32)] = 736,
+        detect: bool = True,
+    ):
         try:
             from rapidocr_onnxruntime import RapidOCR
         except ImportError as error:
             raise UserError(
                 "reward 'ocr' needs an OCR engine: pip install 'multimodal-rl[ocr]'"
             ) from error
-        self.engine = RapidOCR(intra_op_num_threads=threads, det_limit_side_len=side)
+        batch = {} if detect else {"rec_batch_num": LINES}
+        self.engine = RapidOCR(intra_op_num_threads=threads, det_limit_side_len=side, **batch)
         self.field = field
+        self.detect = detect
         self.card = card_with(type(self), {"field": field})
 
     def __call__(self, media: Tensor, prompts: list[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""
         pictures, broken = seen_frames(media, "ocr")
         targets = [target_of(prompt, self.field) for prompt in prompts]
-        score = self.of_image if media.ndim == 4 else self.of_video
-        scores = [score(row, target) for row, target in zip(pictures, targets, strict=True)]
+        score = of_image if media.ndim == 4 else of_video
+        read = self.read if self.detect else self.read_lines
+        texts = read(pictures.reshape(-1, *pictures.shape[2:]))
+        rows = [texts[i : i + pictures.shape[1]] for i in range(0, len(texts), pictures.shape[1])]
+        scores = [score(row, target) for row, target in zip(rows, targets, strict=True)]
         return torch.tensor(scores, dtype=torch.float32).masked_fill(broken, torch.nan)
 
-    def of_image(self, pictures: Any, target: str) -> float:
-        return closeness(self.read(pictures[0]), target, within=True)
+    def read(self, pictures: Any) -> list[str]:
+        """Read uint8 [N, H, W, 3] -> N texts: all lines with any confidence, in reading order,
+        joined."""
+        texts = []
+        for picture in pictures:
+            # expects BGR
+            lines, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)
+            texts.append("".join(text for _, text, sure in lines or [] if float(sure) > 0))
+        return texts
 
-    def of_video(self, pictures: Any, target: str) -> float:
-        scores = [closeness(self.read(picture), target, within=False) for picture in pictures]
-        legible = [score for score in scores if score > 0]
-        return sum(legible) / len(legible) if legible else 0.0
+    def read_lines(self, pictures: Any) -> list[str]:
+        """Read uint8 [N, H, W, 3], each one line of text."""
+        lines, _ = self.engine.text_rec([picture[..., ::-1].copy() for picture in pictures])
+        return [text for text, *_ in lines]
 
-    def read(self, picture: Any) -> str:
-        """Read uint8 [H, W, 3] -> all lines with any confidence, in reading order, joined."""
-        # expects BGR
-        lines, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)
-        return "".join(text for _, text, sure in lines or [] if float(sure) > 0)
+
+def of_image(texts: list[str], target: str) -> float:
+    return closeness(texts[0], target, within=True)
+
+
+def of_video(texts: list[str], target: str) -> float:
+    scores = [closeness(text, target, within=False) for text in texts]
+    legible = [score for score in scores if score > 0]
+    return sum(legible) / len(legible) if legible else 0.0
 
 
 def seen_frames(media: Tensor, reward: str) -> tuple[Any, Tensor]:
