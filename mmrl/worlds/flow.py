@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmrl.policies.diffusion.diffusers_folder import load_part
 from mmrl.worlds.flow_matching import descend, draw
 from mmrl.worlds.progress import Progress, quiet_libraries
-from mmrl.worlds.recipes import FlowRecipe
+from mmrl.worlds.recipes import FlowRecipe, WordsRecipe
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import CANVAS
 from mmrl.worlds.text import embed
@@ -67,7 +67,10 @@ def load_parts(folder: Path) -> dict[str, Any]:
     return models
 
 
-def new_transformer(models: dict[str, Any], recipe: FlowRecipe) -> Any:
+def new_transformer(
+    models: dict[str, Any], recipe: FlowRecipe | WordsRecipe, longest: int = CANVAS
+) -> Any:
+    """Make a random transformer for pictures of at most ``longest`` pixels a side."""
     from diffusers import SD3Transformer2DModel
 
     latent = models["vae"].config.latent_channels
@@ -76,7 +79,7 @@ def new_transformer(models: dict[str, Any], recipe: FlowRecipe) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         transformer = SD3Transformer2DModel(
-            sample_size=CANVAS // 4,
+            sample_size=longest // 4,
             patch_size=2,
             in_channels=latent,
             out_channels=latent,
@@ -86,7 +89,7 @@ def new_transformer(models: dict[str, Any], recipe: FlowRecipe) -> Any:
             caption_projection_dim=32 * recipe.heads,
             joint_attention_dim=joint,
             pooled_projection_dim=pooled,
-            pos_embed_max_size=CANVAS // 8,
+            pos_embed_max_size=longest // 8,
             qk_norm="rms_norm",
         )
     nn.init.zeros_(transformer.proj_out.weight)  # a velocity of zero is the best first guess

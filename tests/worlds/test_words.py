@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmrl.core.errors import UserError
 from mmrl.core.registry import ARTIFACTS, load_built_in
 from mmrl.data.prompts import development_and_test
 from mmrl.worlds.words.signs import LONGEST, Words, is_held_out
@@ -34,6 +35,11 @@ def test_words_of_training_development_and_test_are_apart(kind):
     if kind == "single":
         development, test = map(words, development_and_test(data.held_out))
         assert development and test and not development & test
+
+
+def test_more_captions_than_there_are_words_are_refused():
+    with pytest.raises(UserError, match=r"data\.words\.captions is 5000: .* only \d+"):
+        Words(captions=5000)
 
 
 def test_a_picture_depends_on_its_row_alone_and_is_read_by_real_ocr(lettering):

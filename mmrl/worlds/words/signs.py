@@ -175,6 +175,14 @@ class Words:
             )
         self.train = _captions(kind, captions, False, seed)
         self.held_out = _captions(kind, held_out, True, seed)
+        for name, count, drawn in (
+            ("captions", captions, self.train),
+            ("held_out", held_out, self.held_out),
+        ):
+            if len(drawn) < count:
+                raise UserError(
+                    f"data.words.{name} is {count}: of the kind {kind} only {len(drawn)} were found"
+                )
 
 
 _captions = captions  # the option of that name hides it

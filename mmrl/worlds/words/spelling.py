@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.core.types import Prompt
+from mmrl.worlds.flow import new_transformer
 from mmrl.worlds.flow_matching import descend, draw
 from mmrl.worlds.progress import Progress, quiet_libraries
 from mmrl.worlds.recipes import WordsRecipe
@@ -49,7 +50,7 @@ def build_words(folder: Path, recipe: WordsRecipe, progress: Progress) -> None:
     number = {text: i for i, text in enumerate(dict.fromkeys(p["text"] for p in prompts))}
     ids = {name: tokens(models, name, [*number, ""]) for name in NAMES}
     lessons = Lessons(latents, torch.tensor([number[p["text"]] for p in prompts]), ids)
-    transformer = new_transformer(models, recipe)
+    transformer = new_transformer(models, recipe, lettering.WIDTH)
     trained = nn.ModuleList([transformer, *(models[f"text_encoder{name}"] for name in NAMES)])
     loss = partial(flow_loss, transformer, models, lessons)
     descend(trained, loss, recipe, rng.fold("flow"), progress, "transformer and text encoders")
@@ -85,32 +86,6 @@ def text_models(recipe: WordsRecipe) -> dict[str, Any]:
         "tokenizer_3": t5_tokenizer((), LONG),
     }
     return tokenizers | text_encoders(recipe.text, tokenizers)
-
-
-def new_transformer(models: dict[str, Any], recipe: WordsRecipe) -> Any:
-    from diffusers import SD3Transformer2DModel
-
-    latent = models["vae"].config.latent_channels
-    pooled = sum(models[name].config.projection_dim for name in ("text_encoder", "text_encoder_2"))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        transformer = SD3Transformer2DModel(
-            sample_size=lettering.WIDTH // 4,
-            patch_size=2,
-            in_channels=latent,
-            out_channels=latent,
-            num_layers=recipe.layers,
-            attention_head_dim=32,
-            num_attention_heads=recipe.heads,
-            caption_projection_dim=32 * recipe.heads,
-            joint_attention_dim=models["text_encoder_3"].config.d_model,
-            pooled_projection_dim=pooled,
-            pos_embed_max_size=lettering.WIDTH // 8,
-            qk_norm="rms_norm",
-        )
-    nn.init.zeros_(transformer.proj_out.weight)  # a velocity of zero is the best first guess
-    nn.init.zeros_(transformer.proj_out.bias)
-    return transformer
 
 
 def flow_loss(
