@@ -49,17 +49,24 @@ def of_train(name: str) -> Effects:
 def of_policy(entry: Plugin, name: str) -> Effects:
     """Look up the effects of an option of a policy, also inherited. An option ``path`` is the model
     that the policy begins from."""
-    for cls in getattr(entry, "__mro__", (entry,)):
-        parameter = options(cls).get(name)
-        effects = None if parameter is None else _declared(parameter.annotation)
-        if effects is not None:
-            return effects
-    return CHOOSES_WEIGHTS if name == "path" else NONE
+    return _declared_by(entry).get(name, CHOOSES_WEIGHTS if name == "path" else NONE)
 
 
 def options_that(entry: Plugin, does: Callable[[Effects], bool]) -> list[str]:
     """List the options of a policy with an effect."""
-    return [name for name in options(entry) if does(of_policy(entry, name))]
+    declared = {"path": CHOOSES_WEIGHTS, **_declared_by(entry)}
+    return [name for name in options(entry) if does(declared.get(name, NONE))]
+
+
+def _declared_by(entry: Plugin) -> dict[str, Effects]:
+    """Return the declared effects of a policy's options; the most derived class decides."""
+    declared: dict[str, Effects] = {}
+    for cls in reversed(getattr(entry, "__mro__", (entry,))):
+        for name, parameter in options(cls).items():
+            effects = _declared(parameter.annotation)
+            if effects is not None:
+                declared[name] = effects
+    return declared
 
 
 def stages_by_option() -> Mapping[str, Any]:

@@ -254,10 +254,10 @@ class Registry(dict[str, Plugin]):
         self.clear()
         self.update(sorted(entries, key=lambda e: place.get(e[1].__module__, len(place))))
 
-    def discover(self) -> None:
+    def discover(self, offers: Mapping[str, Sequence[importlib.metadata.EntryPoint]]) -> None:
         """Register entry points of installed packages; skip one that cannot be imported, with a
         warning."""
-        for entry in offered().get(self.group, ()):
+        for entry in offers.get(self.group, ()):
             if entry.name in self:
                 continue
             try:
@@ -519,8 +519,17 @@ BUILT_IN = (
 
 
 def load_built_in() -> None:
-    """Import every module that registers plug-ins. None of them imports diffusers or
-    transformers."""
+    """Import every module that registers plug-ins, and those of installed packages. None of the
+    built-in ones imports diffusers or transformers."""
+    _import_built_in()
+    STAGES.in_order_of("mmrl.zoo.stages")
+    offers = offered()
+    for registry in ALL.values():
+        registry.discover(offers)
+
+
+@cache
+def _import_built_in() -> None:
     for name in BUILT_IN:
         room = importlib.import_module(name)
         # not getattr: `rewards` and `samplers` look up missing names in a user's modules
@@ -534,9 +543,6 @@ def load_built_in() -> None:
     GRIDS.update(tables.GRIDS)
     WINDOWS.update(tables.WINDOWS)
     SOLVERS.update(tables.SOLVERS)
-    STAGES.in_order_of("mmrl.zoo.stages")
-    for registry in ALL.values():
-        registry.discover()
 
 
 def locate(path: str) -> str:
