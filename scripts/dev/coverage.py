@@ -9,7 +9,6 @@ not changed, and only names, tests and files are checked.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections import Counter
@@ -131,8 +130,7 @@ def functions(file: str) -> frozenset[str]:
     path = ROOT / file
     if not path.is_file():
         return frozenset()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return frozenset(re.findall(r"^ *def (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def page(entries: Mapping[str, Entry], listed: list[Paper]) -> str:

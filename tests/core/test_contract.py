@@ -103,6 +103,9 @@ DATA_OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(OF_OTHERS.split(), DIGIT
     "recorded": DIGITS | {"path": "{tmp}/rewards.jsonl"},
     "limr": DIGITS | {"path": "{tmp}/recorded.jsonl"},
     "by_variance": DIGITS | {"path": "{tmp}/recorded.jsonl"},
+    "geneval_prompts": {"count": 400},
+    "ocr_prompts": {"count": 400, "held_out": 40},
+    "mazes": {"mazes": 100, "held_out": 10},
     "digits_questions": {"kinds": ["box", "frame"], "scenes": 8, "held_out_scenes": 4},
 }
 SMALLEST: dict[tuple[str, str], dict[str, Any]] = {

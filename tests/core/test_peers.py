@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mmrl.core import distributed, peers
 from mmrl.core.errors import UserError
 
+peers.NEWS = float(os.environ.get("NEWS", peers.NEWS))
 try:
     with peers.watched(float(os.environ.get("LIMIT", 100))):
         dist.init_process_group("gloo")
@@ -35,32 +36,33 @@ def free_port():
         return one.getsockname()[1]
 
 
-def started(ranks=(0, 1), port=None, **env):
+def begun(ranks=(0, 1), port=None, **env):
     env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port or free_port()}"}
-    every = [warm.start(["-c", PROGRAM], **env, RANK=str(rank)) for rank in ranks]
-    return [(process.wait(), process.stdout, process.stderr) for process in every]
+    return [warm.start(["-c", PROGRAM], **env, RANK=str(rank)) for rank in ranks]
 
 
-def test_who_dies_is_named_by_the_others_and_an_error_of_one_ends_them():
-    (status, said, _), (killed, _, _) = started(WAY="killed")
-    assert killed == -signal.SIGKILL and status == 2
-    assert said.startswith("error: process 1 of 2 has died") and said.count("\n") == 1
-    (status, said, _), (failed, own, _) = started(WAY="fails")
-    assert failed == status == 2 and own == "error: my picture is broken\n"
-    assert said.startswith("error: process 1 of 2 has ended with an error, which it has printed")
+def ended(processes):
+    return [(process.wait(), process.stdout, process.stderr) for process in processes]
 
 
-def test_a_process_that_never_comes_is_named():
-    ((status, said, _),) = started(ranks=[0], WAY="stays", LIMIT="1")
-    assert status == 2 and said.startswith("error: of 2 processes, 1 did not come within 1 s")
-    ((status, said, _),) = started(ranks=[1], WAY="stays", LIMIT="1")
-    assert status == 2 and "process 1 of 2 found no process 0 at 127.0.0.1" in said
-
-
-def test_a_port_in_use_is_said():
+def test_who_dies_never_comes_or_finds_its_port_in_use_is_named():
+    """All at once: most of it is waiting."""
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        (first, said, _), (second, other, _) = started(port=port, WAY="stays", LIMIT="2")
+        killing, failing = begun(WAY="killed"), begun(WAY="fails")
+        alone, lost = (begun(ranks=[rank], WAY="stays", LIMIT="1") for rank in (0, 1))
+        colliding = ended(begun(port=port, WAY="stays", LIMIT="1", NEWS="1"))
+    (status, said, _), (killed, _, _) = ended(killing)
+    assert killed == -signal.SIGKILL and status == 2
+    assert said.startswith("error: process 1 of 2 has died") and said.count("\n") == 1
+    (status, said, _), (failed, own, _) = ended(failing)
+    assert failed == status == 2 and own == "error: my picture is broken\n"
+    assert said.startswith("error: process 1 of 2 has ended with an error, which it has printed")
+    ((status, said, _),) = ended(alone)
+    assert status == 2 and said.startswith("error: of 2 processes, 1 did not come within 1 s")
+    ((status, said, _),) = ended(lost)
+    assert status == 2 and "process 1 of 2 found no process 0 at 127.0.0.1" in said
+    (first, said, _), (second, other, _) = colliding
     assert first == second == 2 and said.startswith(f"error: port {port}")
     assert "is in use" in said and f"MASTER_PORT={port + 1}" in said
     assert f"found no process 0 at 127.0.0.1:{port}" in other

@@ -14,7 +14,8 @@ from tests.train.test_trainer import make_trainer
 
 
 def run_of(folder, budget, resume=False):
-    trainer = make_trainer("flow", iterations=5 if resume else 3, budget=budget)
+    sizes = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 8}
+    trainer = make_trainer("flow", iterations=5 if resume else 3, budget=budget, **sizes)
     start = len((folder / "metrics.jsonl").read_text().splitlines()) if resume else 0
     trainer.iteration = start
     scorer = SimpleNamespace(

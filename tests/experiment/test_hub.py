@@ -58,7 +58,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def hub(cache, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     yield server
     server.shutdown()

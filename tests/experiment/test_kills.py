@@ -14,7 +14,7 @@ from scripts.dev.soak_parts import killing
 killing.warm()
 folder = Path(sys.argv[1])
 config = killing.configuration(folder, "ToyCausal", 3, log__rollouts=1)
-points = lambda count: sorted({*range(1, count + 1, 8), count})
+points = lambda count: sorted({*range(1, count + 1, 13), count})
 print(json.dumps(list(killing.at_every_write(folder, config, points))))
 """
 

@@ -20,6 +20,7 @@ from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
 
 load_built_in()
+SMALL = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 8}
 
 
 def trainer_of(family):
@@ -31,6 +32,7 @@ def trainer_of(family):
         lr_schedule="cosine",
         warmup_steps=2,
         epochs=2,
+        **SMALL,
     )
 
 
@@ -70,7 +72,8 @@ def test_every_optimizer_is_resumed_to_the_bit(name, tmp_path):
     if package is not None:
         pytest.importorskip(package)
     small = {"min_8bit_size": 16} if name == "adamw_8bit" else {}
-    resumes(partial(make_trainer, "flow", optimizer=partial(OPTIMIZERS[name], **small)), tmp_path)
+    optimizer = partial(OPTIMIZERS[name], **small)
+    resumes(partial(make_trainer, "flow", optimizer=optimizer, **SMALL), tmp_path)
 
 
 def saved(folder, iteration, keep=3):
@@ -161,7 +164,7 @@ def test_advantages_under_others_are_resumed_to_the_bit(name, tmp_path):
         memory.restore(make(), {})
 
     def fresh():
-        trainer = make_trainer("causal", advantage=make())
+        trainer = make_trainer("causal", advantage=make(), **SMALL)
         other = lambda *both: 3 * toys.reward(*both).square() - 1  # noqa: E731
         trainer.scorer = Scorer({"toy": toys.reward, "smooth": other})
         return trainer
@@ -171,11 +174,11 @@ def test_advantages_under_others_are_resumed_to_the_bit(name, tmp_path):
 
 def test_a_snapshot_that_is_asked_for_later_starts_from_the_trained_weights(tmp_path):
     """The moving average; the reference stays the base model."""
-    first = make_trainer()
+    first = make_trainer(**SMALL)
     base = first.policy.weights.full()
     first.iterate()
     path = checkpoint.save(tmp_path, 1, *state.capture(first))
-    second = make_trainer(ema=0.9, kl=0.1)
+    second = make_trainer(ema=0.9, kl=0.1, **SMALL)
     state.restore(second, *checkpoint.load(path))
     live, ema, ref = (second.policy.weights.full(name) for name in ("live", "ema", "ref"))
     for name in base:
@@ -188,7 +191,7 @@ def test_the_reference_is_neither_kept_nor_written_where_nothing_looks_at_it(tmp
         (PolicyGradient(clip_range=0.2), set()),
         (NFT(kl=0.0), {"old"}),
     ):
-        trainer = make_trainer(objective=objective)
+        trainer = make_trainer(objective=objective, **SMALL)
         trainer.iterate()
         path = checkpoint.save(tmp_path, 1, *state.capture(trainer))
         names = {file.stem for file in path.glob("*.safetensors")}

@@ -21,6 +21,17 @@ REWARD = {"tests.fixtures.demonstrations:reddish": 1.0}
 
 @pytest.fixture
 def plain(tmp_path):
+    return configured(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The run of both stages."""
+    folder = tmp_path_factory.mktemp("stages")
+    return lifecycle.train(written(configured(folder), folder), [f"run={folder / 'run'}"])
+
+
+def configured(tmp_path):
     """Pictures to learn from, then a reward, on a network of a few numbers."""
     rows = []
     for i in range(8):
@@ -66,9 +77,7 @@ def metrics_of(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_stage_begins_with_the_weights_of_the_one_before(plain, tmp_path):
-    file = written(plain, tmp_path)
-    run = lifecycle.train(file, [f"run={tmp_path / 'run'}"])
+def test_a_stage_begins_with_the_weights_of_the_one_before(plain, run, tmp_path):
     first, second = run / "1-sft", run / "2-rl"
     assert lifecycle.is_finished(first) and lifecycle.is_finished(second)
     rows = metrics_of(first)
@@ -89,13 +98,14 @@ def test_a_stage_begins_with_the_weights_of_the_one_before(plain, tmp_path):
     with pytest.raises(UserError, match="no reward to measure"):
         commands.evaluate(first)
     # moved together, they still find each other
-    page = write_report(run.rename(tmp_path / "elsewhere")).read_text()
+    elsewhere = run.rename(tmp_path / "elsewhere")
+    page = write_report(elsewhere).read_text()
     assert "1-sft" in page and "2-rl" in page
+    elsewhere.rename(run)
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(plain, tmp_path):
+def test_a_run_that_was_stopped_goes_on_where_it_was(plain, run, tmp_path):
     file = written(plain, tmp_path)
-    whole = lifecycle.train(file, [f"run={tmp_path / 'whole'}"])
     stopped = tmp_path / "stopped"
     limit = "stages.rl.train.time_limit=1e-9"
     lifecycle.train(file, [f"run={stopped}", limit])
@@ -107,7 +117,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(plain, tmp_path):
     part.write_text(part.read_text().replace("time_limit: 1.0e-09", "time_limit: null"))
     lifecycle.train(stopped, resume=True)
     assert lifecycle.is_finished(stopped / "2-rl")
-    one, two = weights_of(whole / "2-rl"), weights_of(stopped / "2-rl")
+    one, two = weights_of(run / "2-rl"), weights_of(stopped / "2-rl")
     for name in one["weights"]:
         assert torch.equal(one["weights"][name][...], two["weights"][name][...]), name
     before = (stopped / "2-rl" / "metrics.jsonl").read_text()

@@ -157,9 +157,9 @@ def test_a_compressed_answer_is_neither_asked_for_nor_opened():
 )
 def test_headers_that_never_end_cost_one_time_out(head, piece):
     with answering(trickling(head, piece)) as liar:
-        remote = Remote(liar, retry_seconds=0, timeout=0.4, retries=2)
+        remote = Remote(liar, retry_seconds=0, timeout=0.2, retries=2)
         assert remote(pictures(1), asked(1)).isnan().all()
-        assert "no answer within 0.4 s" in remote.servers[0].cause
+        assert "no answer within 0.2 s" in remote.servers[0].cause
         assert remote.servers[0].silent and remote.servers[0].requests == 1
 
 

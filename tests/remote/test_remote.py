@@ -184,7 +184,7 @@ def test_a_slow_server_costs_one_time_out(url, reply, caplog, monkeypatch):
             return post(client, url, content, count, timeout if url == slow else waiting.HANG)
 
         monkeypatch.setattr(module, "post", patient)
-        options = {"batch_size": 2, "timeout": 0.6, "concurrency": 2, "cooldown": 1e9}
+        options = {"batch_size": 2, "timeout": 0.2, "concurrency": 2, "cooldown": 1e9}
         remote = Remote([slow, url], name="numbers", **options)
         values = remote(pictures(12), [{"n": i} for i in range(12)])
         first = remote.servers[0]
@@ -193,7 +193,7 @@ def test_a_slow_server_costs_one_time_out(url, reply, caplog, monkeypatch):
         assert asked_before <= 3  # those that were on their way when the first ran out of time
         remote(pictures(4), [{"n": i} for i in range(4)])
         assert first.requests == asked_before  # left alone for a while
-    assert f"{slow} failed: no" in caplog.text and "within 0.6 s" in caplog.text
+    assert f"{slow} failed: no" in caplog.text and "within 0.2 s" in caplog.text
 
 
 def test_nobody_left_is_nan_or_stops(caplog):

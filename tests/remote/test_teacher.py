@@ -23,7 +23,7 @@ from mmrl.policies import teaching as wire
 from mmrl.zoo.objectives.distillation import Distill, Teacher
 from mmrl.zoo.objectives.teacher_options import RemoteOptions
 from tests.core.test_contract import made
-from tests.fixtures import toys
+from tests.fixtures import toys, waiting
 from tests.fixtures.reward_servers import answering, free_port, saying
 from tests.fixtures.teachers import teaching
 from tests.objectives.test_distillation import gradients, moved, points_of, written
@@ -154,8 +154,8 @@ def test_a_token_is_asked_for(tmp_path, monkeypatch):
         Distill([remote(url, token_file=tmp_path / "token")]).setup(policy)
         monkeypatch.setenv("MMRL_TEACHER_TOKEN", "secret")
         Distill([remote(url)]).setup(policy)
-        assert httpx.post(f"{url}/teach", content=b"").status_code == 401
-        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        assert waiting.post(f"{url}/teach", content=b"").status_code == 401
+        assert waiting.get(f"{url}/health").json() == {"status": "ok"}
 
 
 def test_who_does_not_answer_is_named_in_a_sentence():
@@ -236,7 +236,7 @@ def asked(app):
 
 def test_no_message_that_anyone_may_send_is_a_500():
     draw = random.Random(0)
-    sent = 150
+    sent = 100
 
     async def ask(app, contents):
         async with asked(app) as client:

@@ -95,12 +95,25 @@ def installed(wheel, tmp_path_factory):
     return run
 
 
-def test_an_installed_copy_finds_its_own_parts(installed):
-    code = (
-        "import mmrl.core.paths as p, mmrl.monitoring.report.page, mmrl.rewards, rewards; "
-        "assert mmrl.rewards is rewards; print(p.PACKAGE, *p.config_names())"
-    )
-    place, *names = installed("python", "-c", code).split()
+PARTS = """
+import contextlib, runpy, sys
+import mmrl.core.paths as p, mmrl.monitoring.report.page, mmrl.rewards, rewards
+assert mmrl.rewards is rewards
+print(p.PACKAGE, *p.config_names())
+for module in sys.argv[1:]:
+    sys.argv = [module, "--help"]
+    with contextlib.suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+def test_an_installed_copy_finds_its_own_parts_and_the_programs_of_the_docs(installed):
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    modules = {name for name in re.findall(r"-m (mmrl\.[\w.]+)", pages) if name.islower()}
+    assert "mmrl.apps.prepare.mixture" in modules
+    first, *shown = installed("python", "-c", PARTS, *sorted(modules)).splitlines()
+    assert "\n".join(shown).lower().count("usage") == len(modules), shown
+    place, *names = first.split()
     assert not Path(place).is_relative_to(ROOT)
     configs = ROOT / "configs"
     shipped = (path.relative_to(configs).with_suffix("") for path in configs.rglob("*.yaml"))
@@ -151,21 +164,6 @@ def test_a_users_modules_of_our_names_are_no_harm(installed, tmp_path):
     code = "from mmrl import config; config.check(config.load('tiny.yaml'))"
     printed = installed("python", "-c", code, cwd=tmp_path)
     assert f"here is {tmp_path / 'rewards.py'}" in printed
-
-
-def test_the_programs_that_the_docs_start_are_in_the_wheel(installed):
-    pages = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
-    modules = {name for name in re.findall(r"-m (mmrl\.[\w.]+)", pages) if name.islower()}
-    assert "mmrl.apps.prepare.mixture" in modules
-    code = (
-        "import contextlib, runpy, sys\n"
-        "for module in sys.argv[1:]:\n"
-        "    sys.argv = [module, '--help']\n"
-        "    with contextlib.suppress(SystemExit):\n"
-        "        runpy.run_module(module, run_name='__main__', alter_sys=True)\n"
-    )
-    shown = installed("python", "-c", code, *sorted(modules)).lower()
-    assert shown.count("usage") == len(modules), shown
 
 
 def test_remedies_name_the_distribution_and_extras_that_it_has():

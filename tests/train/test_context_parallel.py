@@ -1,7 +1,6 @@
 """Sequences split inside of copies, and shards inside of copies, on four processes (gloo) do what
 one process does; what does not divide is a sentence before anything is loaded."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,20 +43,15 @@ def equal(one: Path, many: Path, cases):
             )
 
 
-def start(run, folder, *words):
-    folder.mkdir()
-    ended = run(["-m", "tests.fixtures.context_worker", folder, *words])
-    assert ended.returncode == 0, ended.stderr[-6000:]
-    return folder
-
-
 @pytest.mark.slow
 def test_split_sequences_and_shards_inside_copies_equal_one_process(tmp_path):
     """Two groups of two that split them; two copies of two shards each."""
-    one = start(warm.run, tmp_path / "one")
-    four = partial(warm.ranks, count=4)
-    for option, cases in {"--split": list(worker.CASES), "--shards": ["flux"]}.items():
-        equal(one, start(four, tmp_path / option, option, "2", "--cases", *cases), cases)
+    words = ["-m", "tests.fixtures.context_worker", tmp_path]
+    for ended in (warm.run(words), warm.ranks([*words, "--four"], count=4)):
+        assert ended.returncode == 0, ended.stderr[-6000:]
+    one = tmp_path / "one"
+    equal(one, tmp_path / "split", worker.CASES)
+    equal(one, tmp_path / "shards", ["flux"])
 
 
 def test_meshes_that_do_not_divide_are_refused(monkeypatch):

@@ -157,7 +157,7 @@ class Wide(toys.ToyFlow):
 
 
 def wide(objective, batch_size=16, **options):
-    sizes = {"train_batch_size": batch_size, "micro_batch_size": 2}
+    sizes = {"train_batch_size": batch_size, "micro_batch_size": 4}
     return trainer_of(Wide(**options), objective, **sizes)
 
 

@@ -147,7 +147,7 @@ def test_the_better_answer_becomes_likelier_than_the_worse(family):
 def test_answers_are_scored_by_the_models_own_distribution():
     """An option of sampling that would forbid their tokens does not count."""
     losses = []
-    for options in ({}, {"top_k": 1}, {"temperature": 0.5}):
+    for options in ({}, {"top_k": 1, "temperature": 0.5}):
         policy, (_, rows) = policy_of(**options), paired("vlm")
         trainer = trainer_of(policy, rows, SimPO())
         losses.append(trainer.iterate()["loss"])

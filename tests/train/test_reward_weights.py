@@ -75,7 +75,7 @@ def test_shares_grow_with_what_gradients_have_in_common(family, measure):
     powers = [0.5 * math.exp(2.0 * i) for i in influence]
     shares = [0.1 / 2 + 0.9 * power / sum(powers) for power in powers]
     options = RewardGradients(rate=2.0, measure=measure, least=0.1)
-    for micro, kl in ((4, 0.0), (16, 0.0), (8, 0.3)):  # the KL does not enter
+    for micro, kl in ((4, 0.0), (8, 0.3)):  # the KL does not enter
         gradient, metrics = step(family, CONFIGURED, gradients=options, micro=micro, kl=kl)
         computed = [metrics["reward_weight/toy"], metrics["reward_weight/other"]]
         assert computed == pytest.approx(shares, abs=1e-9)

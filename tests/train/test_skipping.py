@@ -18,8 +18,7 @@ load_built_in()
 CASES = {
     "tokens": ("causal", PolicyGradient, "token_mean"),
     "masked tokens": ("masked", PolicyGradient, "seq_mean_token_mean"),
-    "steps": ("flow", PolicyGradient, "seq_mean_token_sum_norm"),
-    "guarded steps": ("flow", Guard, "token_mean"),
+    "guarded steps": ("flow", Guard, "seq_mean_token_sum_norm"),
     "matching": ("flow", partial(AWM, kl=0.0), "token_mean"),
 }
 

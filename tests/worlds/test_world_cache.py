@@ -63,7 +63,7 @@ def test_two_processes_build_once(tmp_path):
         "import sys, time, pathlib; from mmrl.worlds import cache\n"
         "def build(folder):\n"
         "    with open(sys.argv[1], 'a') as log: log.write('built ')\n"
-        "    time.sleep(0.5); (folder / 'x').write_text('x')\n"
+        "    time.sleep(0.2); (folder / 'x').write_text('x')\n"
         "print(cache.fetch('toy', 'r1', build))\n"
     )
     log = tmp_path / "log"
