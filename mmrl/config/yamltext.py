@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -58,12 +59,19 @@ def write(plain: Any) -> str:
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
+@lru_cache(maxsize=64)
+def _composed(text: str) -> tuple[_Loader, yaml.Node | None]:
+    """Compose the nodes of a text: most of the time of reading, and a program reads its files more
+    than once."""
+    loader = _Loader(text)
+    return loader, loader.get_single_node()
+
+
 def read(text: str, source: str) -> tuple[Any, dict[tuple[Any, ...], int]]:
     """Return the plain value and the line (from 1) of every key path. Raises UserError naming line
     and column."""
     try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
+        loader, root = _composed(text)
         lines: dict[tuple[Any, ...], int] = {}
         return (None if root is None else _Reader(loader, source, lines).value(root, ())), lines
     except RecursionError as error:

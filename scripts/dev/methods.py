@@ -410,9 +410,15 @@ def _values(plain: Any, key: str) -> Iterator[Any]:
             yield from _values(value, key)
 
 
+_found: dict[tuple[int, str], set[str]] = {}
+
+
 def _named(plain: Any, key: str) -> set[str]:
-    """Name the plug-ins that a key chooses: ``name`` or ``{name: {options}}``."""
-    names = set()
+    """Name the plug-ins that a key chooses: ``name`` or ``{name: {options}}``. Configurations stay,
+    so that each is looked through once for a key."""
+    if (id(plain), key) in _found:
+        return _found[id(plain), key]
+    names = _found[id(plain), key] = set()
     for value in _values(plain, key):
         names |= (
             {value}

@@ -10,12 +10,12 @@ from mmrl.config.options import Budget
 from mmrl.config.sections import LogOptions
 from mmrl.experiment import loop
 from mmrl.monitoring.log import RunLog
+from tests.experiment.test_resume import SMALL
 from tests.train.test_trainer import make_trainer
 
 
 def run_of(folder, budget, resume=False):
-    sizes = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 8}
-    trainer = make_trainer("flow", iterations=5 if resume else 3, budget=budget, **sizes)
+    trainer = make_trainer("flow", iterations=5 if resume else 3, budget=budget, **SMALL)
     start = len((folder / "metrics.jsonl").read_text().splitlines()) if resume else 0
     trainer.iteration = start
     scorer = SimpleNamespace(

@@ -20,7 +20,7 @@ from tests.fixtures import toys
 from tests.train.test_trainer import make_trainer
 
 load_built_in()
-SMALL = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 8}
+SMALL = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 8, "micro_batch_size": 8}
 
 
 def trainer_of(family):

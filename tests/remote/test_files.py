@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -58,19 +58,25 @@ def places(tmp_path):
     return [tmp_path / name for name in ("there.png", "secret.txt", "pipe.png", "nowhere.png")]
 
 
+listeners = []  # of a hook that stays as long as this process
+
+
+@cache
+def listen():
+    def watch(event, args):
+        if listeners and event == "open" and isinstance(args[0], (str, bytes)):
+            listeners[0].add(os.path.abspath(os.fsdecode(args[0])))
+
+    sys.addaudithook(watch)
+
+
 @pytest.fixture
 def opened():
     """The paths that this process opens while the test runs."""
-    names = set()
-    on = [True]
-
-    def watch(event, args):
-        if event == "open" and on[0] and isinstance(args[0], (str, bytes)):
-            names.add(os.path.abspath(os.fsdecode(args[0])))
-
-    sys.addaudithook(watch)
-    yield names
-    on[0] = False
+    listen()
+    listeners.append(set())
+    yield listeners[0]
+    listeners.clear()
 
 
 @pytest.mark.parametrize(("name", "field"), MEDIA)

@@ -27,7 +27,7 @@ PASS = {  # where it is otherwise; many decide by values what to compute
     "objective:adjoint_matching:flow": 1,  # whether a step has noise
 }
 CASES = (
-    *("toy:flow", "toy:masked", "toy:causal", "objective:draft:flow"),
+    *("toy:flow", "toy:masked", "objective:draft:flow"),
     *("objective:adjoint_matching:flow", "objective:dpo:causal"),
     *("policy:sd3", "policy:var", "policy:pipeline", "policy:vlm"),
     *("distill:masked_lm", "sft:vlm", "reward:pickscore", "reward:vqa_score"),
