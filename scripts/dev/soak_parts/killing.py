@@ -30,7 +30,11 @@ PATIENCE = 120.0  # seconds after which a run of a few iterations counts as hang
 IMPORTED = (
     "accelerate",
     "mmrl.experiment.lifecycle",
+    "mmrl.scoring.signatures",
+    "mmrl.train.checks",
     "psutil",
+    "pydantic.json_schema",
+    "scipy.special",
     "tests.fixtures.toys",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
