@@ -129,32 +129,31 @@ def test_from_itself_there_is_nothing_to_learn(kind, family):
 
 @pytest.mark.parametrize(("name", "kind"), list(zip(MODELS, [*KINDS, *KINDS], strict=True)))
 def test_real_classes_teach_themselves_nothing_and_another_something(name, kind):
-    policy = made("policies", name)
-    prompts = prompts_for(policy)[:2]
+    policy, twin = (made("policies", name) for _ in range(2))
     by = Divergence(kind)
-    same = Distill([teacher(partial(made, "policies", name))], divergence=by)
-    for mine, its in zip(policy.net.parameters(), made("policies", name).net.parameters()):
+    same, other = (Distill([teacher(lambda: twin)], divergence=by) for _ in range(2))
+    for mine, its in zip(policy.net.parameters(), twin.net.parameters()):
         assert torch.equal(mine, its)  # built alike
-    total, grad = gradients(policy, same, points_of(policy, same, prompts))
+    points = points_of(policy, same, prompts_for(policy)[:2])
+    total, grad = gradients(policy, same, points)
     assert abs(total) < 1e-4 and grad.abs().max() < 1e-4
-    other = Distill([teacher(lambda: moved(made("policies", name)))], divergence=by)
-    points = points_of(policy, other, prompts)
+    moved(twin)
+    other.setup(policy)
     total, grad = gradients(policy, other, points)
     assert total > 1e-4 and grad.abs().max() > 0
-    assert not any(parameter.requires_grad for parameter in other.loaded[0].net.parameters())
+    assert not any(parameter.requires_grad for parameter in twin.net.parameters())
+    if name in ("vlm", "janus"):
+        for each in KINDS:
+            assert_whole_vocabularies_are_compared(policy, twin, points, each)
 
 
-@pytest.mark.parametrize("name", ["vlm", "janus"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_whole_vocabulary_is_compared_at_every_token(name, kind):
-    policy = made("policies", name)
-    objective = Distill(
-        [teacher(lambda: moved(made("policies", name)))], divergence=Divergence(kind)
-    )
-    points = points_of(policy, objective, prompts_for(policy)[:2])
+def assert_whole_vocabularies_are_compared(policy, twin, points, kind):
+    """At every token."""
+    objective = Distill([teacher(lambda: twin)], divergence=Divergence(kind))
+    objective.setup(policy)
     for point in points:
         with torch.no_grad():
-            mine, its = policy.dist(point), objective.loaded[0].dist(point)
+            mine, its = policy.dist(point), twin.dist(point)
             full = [
                 dist._head("full", policy.warp.untruncated).double().exp() for dist in (mine, its)
             ]

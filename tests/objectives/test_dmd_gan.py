@@ -120,10 +120,9 @@ def test_a_run_resumes_to_the_bit(tmp_path):
     resumes(fresh, tmp_path)
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-def test_passes_change_nothing(micro):
+def test_passes_change_nothing():
     weights = []
-    for size in (micro, 4):
+    for size in (3, 4):
         objective = DistributionMatching(teacher=teacher, gan=Gan(weight=0.5, critic_weight=0.5))
         one = trainer_of(objective, 4, micro_batch_size=size)
         one.iterate()

@@ -355,7 +355,7 @@ def trainer_of(name, double=False, **options):
     return toys.trainer(policy, MAKES[name](), advantage=flow_grpo, **sizes)
 
 
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("name", ["dgpo", "nft", "rwr", "grpo_guard"])
 def test_micro_batches_change_nothing_and_a_process_without_rows_can_keep_step(name):
     """Such a process passes one row through the network that trains nothing, and so takes part in
     every collective call."""

@@ -90,11 +90,10 @@ def test_the_scale_is_that_of_the_log_entropies_of_all_tokens(monkeypatch):
         assert asdict(entropy_scale(half)) == wanted
 
 
-@pytest.mark.parametrize("family", ["causal", "masked"])
-def test_micro_batches_change_nothing(family):
+def test_micro_batches_change_nothing():
     runs = []
     for micro in (3, 8):
-        policy = toys.make(family, double=True, record_entropy=True)
+        policy = toys.make("masked", double=True, record_entropy=True)
         trainer = toys.trainer(policy, HAPO(), micro_batch_size=micro, epochs=2)
         trainer.iterate()
         runs.append(policy.weights.full())

@@ -108,8 +108,7 @@ STUDY = {
     "d1": (bound("d1"), "token_sum", 1.0, 0.827),
     "schedule_matched": (bound("schedule_matched"), "token_sum", 1.0, 0.917),
     "uni_grpo": (bound("uni_grpo", updates=1), "seq_mean_token_mean", 0.559, 0.776),
-    "mask_grpo 0.6": (bound("mask_grpo", low=0.6), "token_sum", 0.861, 0.919),
-    "mask_grpo 0.8": (bound("mask_grpo", low=0.8), "token_sum", 0.964, 0.900),
+    "mask_grpo": (bound("mask_grpo", low=0.6), "token_sum", 0.861, 0.919),
 }
 
 
@@ -206,13 +205,14 @@ def test_maskgits_scores_have_the_true_gradient(noise):
 
 def test_steps_picked_at_random_are_unbiased():
     policy = TablePolicy(steps=3)
-    rollout, true = rolled(policy, 0, 20000)
+    rollout, true = rolled(policy, 0, 8000)
     found = estimate(policy, rollout, estimator=bound("trajectory", passes=1))
     assert cosine_similarity(found, true, dim=0) > 0.99
-    full = torch.cat([p.mask for p in policy.path(rollout)], 1)
+    few = rollout[torch.arange(2000)]
+    full = torch.cat([p.mask for p in policy.path(few)], 1)
     weights = []
     for n in range(60):
-        points = ESTIMATORS["trajectory"](policy, rollout, Rng.of(n), passes=1)
+        points = ESTIMATORS["trajectory"](policy, few, Rng.of(n), passes=1)
         weights.append(torch.cat([p.mask * p.estimator_weight for p in points], 1))
     weight = torch.stack(weights).mean(0)
     assert (weight[full] - 1).mean().abs() < 0.02 and not weight[~full].any()

@@ -79,9 +79,10 @@ REWARDED = {
 
 
 def one_of_each_sort():
-    """For every objective a kind of latents and a kind of tokens, in turn, of those it is for."""
+    """For every objective a kind of latents and a kind of tokens, in turn, of those it is for; of
+    groups, whose losses know no kinds, one of all."""
     for turn, (name, entry) in enumerate(REWARDED.items()):
-        for sort in (KIND.keys() - TOKENS, TOKENS):
+        for sort in [KIND] if name in OF_GROUPS else [KIND.keys() - TOKENS, TOKENS]:
             kinds = [kind for kind in KIND if kind in sort and not unsuited(entry, KIND[kind])]
             if kinds:
                 yield name, kinds[turn % len(kinds)]
@@ -153,18 +154,7 @@ def test_a_pair_that_does_not_is_refused_when_the_configuration_is_read(objectiv
         assert why in str(error.value) and any(kind in why for kind in KINDS.values())
 
 
-@pytest.mark.parametrize("silent", ["policy.sd3.noise_level=0", "policy.sd3.sde_type=ode"])
-def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
-    for objective, entry in OBJECTIVES.items():
-        teachers = "{distill: {teachers: [{policy: {sd3: {path: a/b}}}]}}"
-        chosen = teachers if objective == "distill" else objective
-        if not entry.requires.visits or unsuited(entry, POLICIES["sd3"]):
-            continue
-        file = written(tmp_path, "sd3", "digits", chosen)
-        read(file, [])
-        says = "run.yaml:6.*needs steps with noise, of which this policy has none"
-        with pytest.raises(UserError, match=says):
-            read(file, [silent])
+def test_what_looks_at_noise_is_refused_for_a_sampler_without(tmp_path):
     flow = {name for name, entry in OBJECTIVES.items() if not unsuited(entry, POLICIES["sd3"])}
     assert {name for name in flow if OBJECTIVES[name].requires.visits} == {
         "policy_gradient",
@@ -174,7 +164,17 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
         "d3po",
         "adjoint_matching",
     } | (OF_GROUPS - {"orpo", "simpo"})  # which are for tokens
-    read(written(tmp_path, "sd3", "digits", "dgpo"), [silent])
+    teachers = "{distill: {teachers: [{policy: {sd3: {path: a/b}}}]}}"
+    silent = ["policy.sd3.noise_level=0", "policy.sd3.sde_type=ode"]
+    for objective in ("policy_gradient", teachers, "d3po", "adjoint_matching", "gvpo"):
+        file = written(tmp_path, "sd3", "digits", objective)
+        read(file, [])
+        says = "run.yaml:6.*needs steps with noise, of which this policy has none"
+        for option in silent:
+            with pytest.raises(UserError, match=says):
+                read(file, [option])
+    for option in silent:
+        read(written(tmp_path, "sd3", "digits", "dgpo"), [option])
 
 
 def test_an_objective_that_follows_the_rewards_gradient_is_refused_for_one_without(tmp_path):
