@@ -112,7 +112,8 @@ class Pairwise(Judged):
         beats: dict[tuple[int, int], float] = {}  # (i, j) -> chance that i beats j
         for (i, j), forth, back in zip(pairs, answers[::2], answers[1::2], strict=True):
             if forth is not None and back is not None:
-                beats[i, j] = (forth["1"] + 1 - back["1"]) / 2
+                # exactly one half where both orders got the same answer
+                beats[i, j] = 0.5 + (forth["1"] - back["1"]) / 2
         return self._values(len(prompts), groups, beats)
 
     def _values(

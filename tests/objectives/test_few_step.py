@@ -289,8 +289,8 @@ def test_a_student_of_one_step_beats_its_teacher_at_one_step():
     assert width < 1e-6  # the teacher's one step ends at the mean
     objective = Consistency(teacher=single(), teacher_steps=16, target_decay=0.0)
     objective.num_noise_draws = 4
-    trainer = trainer_of(objective)
-    for _ in range(60):
+    trainer = trainer_of(objective, lr=6e-3)
+    for _ in range(28):
         metrics = trainer.iterate()
     mean, width = spread(trainer.policy)
     assert mean < 0.25 and 0.35 < width < 0.65, (mean, width)
@@ -300,8 +300,8 @@ def test_a_student_of_one_step_beats_its_teacher_at_one_step():
 def test_distribution_matching_finds_the_width():
     steps = 2
     objective = DistributionMatching(teacher=single(), fake_steps=3, fake_lr=1e-2)
-    trainer = trainer_of(objective, steps)
-    for _ in range(60):
+    trainer = trainer_of(objective, steps, lr=1e-2)
+    for _ in range(36):
         metrics = trainer.iterate()
     mean, width = spread(trainer.policy, steps)
     assert mean < 0.3 and 0.3 < width < 0.75, (mean, width)

@@ -83,7 +83,7 @@ WHOLE: list[Callable[[int], str]] = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(-999_999, 999_999), st.sampled_from(range(len(WHOLE))))
 def test_a_whole_number_reads_back_from_every_notation(n, notation):
     text = WHOLE[notation](n)

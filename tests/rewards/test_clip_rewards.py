@@ -57,7 +57,7 @@ def directly(folder: str, media: torch.Tensor, texts: list[str]) -> torch.Tensor
     return torch.cat(cosines)
 
 
-@pytest.mark.parametrize("size", [(32, 32), (48, 40), (20, 61)])
+@pytest.mark.parametrize("size", [(48, 40), (20, 61)])
 def test_clip_score_is_what_open_clip_computes(tiny_clip, size):
     media = (pictures(5, *size) * 255).round() / 255
     expected = directly(tiny_clip, media, TEXTS)

@@ -56,10 +56,10 @@ WRITTEN = r"""
 the␣answer␣is␣ yes,␣ twenty-a␣ A,␣,␣ a.␣ 1/ ,000
 """
 PIECES = [piece.translate(SIGNS) for piece in WRITTEN.split()]
-assert LONGEST > 12_000
-LONG = 12_000  # below LONGEST, beyond which nothing is read
-NOTHING = 0.06  # seconds of a processor: growth is not looked at below
 TIMES = 4  # as long as the short text
+LONG = TIMES * 1600  # a fourth of it is longer than SHORT, and it is below LONGEST
+NOTHING = 0.017  # seconds of a processor: growth is not looked at below
+SHORT_NOTHING = 0.06
 RATIO = 9.0  # between linear, 4, and quadratic, 16: a loaded processor may double either
 
 
@@ -75,13 +75,17 @@ def seconds(reward, text: str, prompt) -> float:
     return time.process_time() - start
 
 
+assert TIMES * SHORT < LONG < LONGEST
+
+
 def grows(reward, short: str, long: str, prompt) -> bool:
     """Whether the longer text takes more than it should: the best of up to six, for others who
     use the processor only add."""
     after = math.inf
+    nothing = NOTHING if len(long) > SHORT else SHORT_NOTHING
     for _ in range(6):
         after = min(after, seconds(reward, long, prompt))
-        if after < NOTHING or after < RATIO * seconds(reward, short, prompt):
+        if after < nothing or after < RATIO * seconds(reward, short, prompt):
             return False
     return True
 

@@ -138,7 +138,7 @@ def test_a_reward_keeps_its_contract(reward):
     assert values.shape == (5,) and values.dtype == torch.float32 and values.isfinite().all()
     order = [3, 0, 4, 1, 2]
     close(reward(media[order], [prompts[i] for i in order]), values[order])
-    parts = [reward(media[i:j], prompts[i:j]) for i, j in ((0, 1), (1, 4), (4, 5))]
+    parts = [reward(media[i:j], prompts[i:j]) for i, j in ((0, 1), (1, 5))]
     close(torch.cat(parts), values)
     half = media.bfloat16()
     close(reward(half, prompts), reward(half.float(), prompts))
@@ -162,12 +162,13 @@ def assert_videos_are_means_of_frames(reward, values):
 
 
 def assert_broken_samples_spoil_no_other(reward, good):
-    for bad in (torch.nan, torch.inf):
-        media = media_for(reward)
-        (media.sound if card_of(reward).sound else media)[2].flatten()[5] = bad
-        values = reward(media, asked())
-        assert values.isnan().tolist() == [False, False, True, False, False]
-        close(values[[0, 1, 3, 4]], good[[0, 1, 3, 4]])
+    media = media_for(reward)
+    judged = media.sound if card_of(reward).sound else media
+    judged[2].flatten()[5] = torch.nan
+    judged[4].flatten()[5] = torch.inf
+    values = reward(media, asked())
+    assert values.isnan().tolist() == [False, False, True, False, True]
+    close(values[[0, 1, 3]], good[[0, 1, 3]])
 
 
 # JPEG

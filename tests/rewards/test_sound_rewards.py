@@ -113,8 +113,9 @@ def test_pe_av_is_the_cosine_of_transformers_embeddings(pair, folder, library):
     values = build(folder, pair=pair)(media, prompts)
     torch.testing.assert_close(values, by_pe_av(library, media, prompts, pair), atol=1e-5, rtol=0)
     assert values.std() > 1e-3
-    twice = build(folder, pair=pair, scale=2.0, batch_size=2)
-    torch.testing.assert_close(twice(media, prompts), 2 * values, atol=1e-5, rtol=0)
+    if pair == "audio_video":
+        twice = build(folder, scale=2.0, batch_size=2)
+        torch.testing.assert_close(twice(media, prompts), 2 * values, atol=1e-5, rtol=0)
 
 
 def test_other_rates_are_resampled_and_frames_chosen_at_the_sounds_rate(folder):

@@ -60,11 +60,11 @@ def whole_rows(trainer, batch):
 
 def test_every_answer_is_trained_once_and_whole():
     trainer = trainer_of()
-    batches = collected(trainer, 12)
+    batches = collected(trainer, 8)
     counts = [batch.metrics for batch in batches]
     assert any(each["partial/waiting"] for each in counts)
     trained = [row for batch in batches for row in whole_rows(trainer, batch)]
-    asked_for = 12 * 4  # answers that were begun
+    asked_for = 8 * 4  # answers that were begun
     waiting = int(counts[-1]["partial/waiting"]) * 2
     assert len(trained) + waiting == asked_for and not counts[-1]["partial/dropped"]
     assert sum(each["partial/untrained"] for each in counts) * 2 == asked_for - len(trained)

@@ -3,10 +3,7 @@ nothing hangs."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import httpx
 import pytest
@@ -17,11 +14,10 @@ from mmrl.core.errors import UserError
 from mmrl.scoring import Scorer
 from rewards import remote
 from tests.advantages.test_advantages import rollout
-from tests.fixtures import waiting
+from tests.fixtures import waiting, warm
 from tests.fixtures.reward_servers import free_port, numbers, serving
 from tests.fixtures.tiny_rewards import pictures
 
-ROOT = Path(__file__).resolve().parents[2]
 B = 24
 COPIES = 4
 MEDIA = pictures(B, 8, 8)
@@ -32,10 +28,7 @@ FAULTS = "shape nested nan huge text error oversized malformed cut".split()
 
 
 def start(port):
-    program = [sys.executable, "-m", "tests.fixtures.faulty_server", str(port)]
-    process = subprocess.Popen(
-        program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    )
+    process = warm.start(["-m", "tests.fixtures.faulty_server", port])
 
     def answers():
         assert process.poll() is None, "the faulty server did not start"
@@ -54,8 +47,8 @@ def running():
     servers = {}
     yield servers
     for process in servers.values():
-        process.kill()
-        process.wait(waiting.HANG)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture
@@ -140,5 +133,5 @@ def test_a_process_that_dies_in_the_middle_of_a_batch_is_named_and_its_share_goe
         for rows in (slice(0, 12), slice(12, 24)):
             stream.put(MEDIA[rows], ASKED[rows], GROUPS[rows])
         assert torch.equal(stream.result()["far"], TRUE) and scorer.failures == {}
-    assert process.wait(waiting.HANG) == 3 and server.servers[0].dead and faulty in caplog.text
+    assert process.wait() == 3 and server.servers[0].dead and faulty in caplog.text
     assert asking(faulty)(MEDIA, ASKED).isnan().all()
