@@ -195,7 +195,7 @@ def test_the_flow_loss_is_the_closed_form(family, weighting):
 # every family
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["amused", "emu3", "masked_lm", "sd", "var", "vlm"])
 def test_micro_batches_and_the_order_of_rows_change_nothing(family):
     policy, rows = make(family, double=family != "sd")
     whole, _ = gradient(policy, rows, micro_batch_size=6)

@@ -101,7 +101,7 @@ def said(rows) -> str:
     return f"<answer>{json.dumps(boxes)}</answer>"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(a=BOXES, b=BOXES, overlap=st.sampled_from(["iou", "giou"]))
 def test_grounding_is_symmetric_and_in_range(a, b, overlap):
     reward = Grounding(overlap)

@@ -243,8 +243,8 @@ def test_a_judge_that_sees_only_the_position_draws_every_pair():
 
     model = Positions()
     pivot, rates = (Pairwise(model, method=method) for method in ("pivot", "win_rate"))
-    for percent in range(1, 100):  # also where x + 1 - x is rounded
-        model.chance = percent / 100
+    for chance in (0.13, 0.4, 0.9, 1.0):  # with x + 1 - x below 1, but for the last
+        model.chance = chance
         assert pivot(greys(), [{"text": "same"}] * 4).tolist() == [0.0] * 4
         assert rates(greys(), [{"text": "same"}] * 4).tolist() == [0.5] * 4
 

@@ -130,7 +130,7 @@ def test_tables_are_read_from_html_and_markdown():
 # Texts
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(a=st.text("abc d", min_size=1, max_size=12), b=st.text("abc d", min_size=1, max_size=12))
 def test_ocr_equals_the_edit_distance(a, b):
     left = " ".join(a.split())
@@ -251,7 +251,7 @@ FORMS = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(sorted(FORMS)),
     st.lists(st.sampled_from([*FORMS["think_answer"], "a", " ", "\n", "<", "</"]), max_size=11),

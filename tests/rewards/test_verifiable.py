@@ -74,7 +74,7 @@ def test_each_sample_is_judged_by_itself_and_nothing_is_changed(subtests):
             assert repeated == before and torch.equal(torch.get_rng_state(), state)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(name=st.sampled_from(VERIFIABLE), text=WRITTEN, wrap=st.booleans())
 def test_whatever_a_model_writes_has_a_number_in_range_and_a_status(name, text, wrap):
     reward = build(name)

@@ -216,7 +216,7 @@ TIMES = st.tuples(st.integers(0, 40), st.integers(1, 20)).map(
 SETS = st.lists(TIMES, min_size=1, max_size=4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(a=SETS, b=SETS)
 def test_temporal_iou_equals_counting_seconds(a, b):
     def covered(found):
