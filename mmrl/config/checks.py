@@ -250,8 +250,9 @@ def _unsuited_advantages(advantage: Resolved, policy: Resolved) -> Iterator[str]
             yield part.place.say(why)
             continue
         yield from _unrecorded(part, policy)
-        trees = effects.options_that(policy.entry, lambda effects: effects.branches)
-        if declared(part.entry, "needs_tree", False) and trees and not _grown(policy):
+        if not declared(part.entry, "needs_tree", False) or _grown(policy):
+            continue
+        if trees := effects.options_that(policy.entry, lambda effects: effects.branches):
             yield part.place.say(
                 f"the advantage {part.entry.__name__} compares the edges of a tree; set "
                 f"{policy.place / trees[0]}"
