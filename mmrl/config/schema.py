@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, is_dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from traceback import extract_tb
 from types import UnionType
@@ -398,16 +398,34 @@ def _alike(value: Any, choice: Any) -> bool:
 
 def _other(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
     """Convert everything else (enumerations, dates, constrained numbers) with pydantic."""
-    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+    from pydantic import PydanticUserError, ValidationError
 
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return _adapter(kind).validate_python(value)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].replace("Input should be", "expected a value", 1)
         problems.append(place.say(f"{reason}, got {show(value)}"))
     except PydanticUserError:
         problems.append(place.say(f"cannot be set in a configuration: it is a {expected(kind)}"))
     return BAD
+
+
+def _adapter(kind: Any) -> Any:
+    """Return pydantic's reader of an annotation; making one takes longer than to use it."""
+    from pydantic import TypeAdapter
+
+    try:
+        hash(kind)
+    except TypeError:  # metadata of a user's own
+        return TypeAdapter(kind)
+    return _kept_adapter(kind)
+
+
+@lru_cache(maxsize=1024)
+def _kept_adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 _CONTAINERS: dict[Any, Callable[[Any, tuple[Any, ...], Place, list[str]], Any]] = {

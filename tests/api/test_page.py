@@ -24,7 +24,7 @@ def test_the_page_is_fresh_and_complete():
 
 QUESTIONS = SETTINGS | {
     "policy": {"vlm": {"path": "world:digits/vlm-test", "max_new_tokens": 4}},
-    "data": {"digits_questions": {"kinds": ["count"], "scenes": 20}},
+    "data": {"digits_questions": {"kinds": ["count"], "scenes": 20, "held_out_scenes": 4}},
     "reward": {"count": 1.0},
 }
 

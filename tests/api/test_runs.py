@@ -93,7 +93,7 @@ def test_two_runs_leave_no_trace_on_each_other(desk):
     words = {"train.seed": 3, **QUIET}
     alone = mmrl.train("tiny.yaml", words | {"run": "alone"}, progress=False)
     assert state() == before
-    mmrl.train("tiny.yaml", {"train.seed": 8, "run": "between"}, progress=False)
+    mmrl.train("tiny.yaml", {"train.iterations": 1, "run": "between"}, progress=False)
     assert state() == before
     after = mmrl.train("tiny.yaml", words | {"run": "after"}, progress=False)
     columns = [name for name in alone.metrics if name.startswith(("reward", "loss", "grad"))]
@@ -108,7 +108,7 @@ def test_an_edited_file_is_read_again(desk):
     for value in (1.0, 2.0):
         file.write_text(f"def level(media, prompts):\n    return [{value}] * len(prompts)\n")
         os.utime(file, (value, value))  # Python's cache goes by seconds
-        changes = {"reward": {"mine:level": 1.0}, "run": f"level-{value}"}
+        changes = {"reward": {"mine:level": 1.0}, "run": f"level-{value}", "train.iterations": 1}
         run = mmrl.train("tiny.yaml", changes, progress=False)
         rewards.append(run.metrics["reward/mean"].iloc[0])
     assert rewards == [1.0, 2.0] and "mine" not in sys.modules

@@ -83,7 +83,7 @@ def test_the_vlm_example_answers_and_scores_as_the_library() -> None:
 
     module = example("grpo_vlm")
     folder = str(artifacts.answers_test())
-    prompts = Questions(kinds=["count"], scenes=40, held_out="test").train[:2]
+    prompts = Questions(kinds=["count"], scenes=40, held_out="test", held_out_scenes=4).train[:2]
     policy = VLM(path=folder, max_new_tokens=4)
     rollout = policy.rollout(prompts, GROUP, RNG)
     model = AutoModelForImageTextToText.from_pretrained(folder)

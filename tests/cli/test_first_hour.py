@@ -36,7 +36,7 @@ FLOW = {
 JUDGE = "def broken(media, prompts):\n    raise RuntimeError('no such server')\n"
 QUESTIONS = FLOW | {
     "policy": {"vlm": {"path": "world:digits/vlm-test", "max_new_tokens": 4}},
-    "data": {"digits_questions": {"kinds": ["count"], "scenes": 20}},
+    "data": {"digits_questions": {"kinds": ["count"], "scenes": 20, "held_out_scenes": 4}},
     "reward": {"count": 1.0},
     "objective": {"policy_gradient": {"clip_range": 0.2}},
 }

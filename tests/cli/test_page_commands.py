@@ -71,7 +71,9 @@ def trained(words):
     """The words of a training at a size that takes a second."""
     name = words[1].removeprefix("digits/")
     world = f"policy.path=world:digits/{WORLDS.get(name, 'sd3')}-test"
-    scenes = ["data.scenes=40"] if name in ("grounding", "counting") else []
+    scenes = (
+        ["data.scenes=40", "data.held_out_scenes=4"] if name in ("grounding", "counting") else []
+    )
     return [*words[:2], world, *scenes, *SHORT, *words[2:], "train.iterations=1"]
 
 

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmrl.apps.dry_run import estimate, rehearsal
-from mmrl.apps.dry_run.estimate import Run, measure
+from mmrl.apps.dry_run.dryrun import dry_run
+from mmrl.apps.dry_run.estimate import Run, measured
 from mmrl.apps.dry_run.rehearsal import Stage, rehearse, units_of
 from mmrl.core.registry import load_built_in
 
@@ -32,8 +33,8 @@ SIZES = ["train.prompts_per_iteration=8", "train.group_size=8", "train.train_bat
 FLUX = {
     "num_attention_heads": 8,
     "attention_head_dim": 32,
-    "num_layers": 3,
-    "num_single_layers": 3,
+    "num_layers": 2,
+    "num_single_layers": 2,
     "axes_dims_rope": (8, 12, 12),
     "in_channels": 16,
     "joint_attention_dim": 64,
@@ -63,6 +64,12 @@ def world():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield init_device_mesh("cpu", (RANKS,))
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def run():
+    report = dry_run(FILE, [*SIZES, "train.micro_batch_size=2"], RANKS)
+    return measured(report, decode=False)
 
 
 def flux():
@@ -98,11 +105,10 @@ def steps_of_one():
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
 def test_shards_by_arithmetic_are_those_of_torchs_tracker_on_a_pretended_world(
-    world, whole, monkeypatch
+    run, world, whole, monkeypatch
 ):
     if whole:  # as a network without lists of blocks
         monkeypatch.setattr(rehearsal, "shard_classes", lambda net: [])
-    run = measure(FILE, [*SIZES, "train.micro_batch_size=2"], RANKS)
     with FakeTensorMode(allow_non_fake_inputs=True):
         memory, gathered, reduced = by_arithmetic(run, *flux())
         net, score = flux()

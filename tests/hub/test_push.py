@@ -63,6 +63,17 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def session(run):
+    return command.build.trained(run)
+
+
+@pytest.fixture
+def opened(session, monkeypatch):
+    """Every command finds the run open already."""
+    monkeypatch.setattr(command.build, "trained", lambda *_, **__: session)
+
+
 class Hub:
     """A hub on this machine: takes repositories and commits, and keeps their files."""
 
@@ -172,6 +183,7 @@ def test_the_loading_code_loads(run, tmp_path):
     assert image.size == (32, 32)
 
 
+@pytest.mark.usefixtures("opened")
 def test_an_upload_arrives_and_nothing_private_in_a_public_repository(run, online, tmp_path):
     with Hub() as hub:
         online(hub.address)
@@ -197,6 +209,7 @@ def test_an_upload_arrives_and_nothing_private_in_a_public_repository(run, onlin
         assert "README.md" in hub.files
 
 
+@pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize("status", [401, 500, None])
 def test_a_refused_upload_keeps_what_was_written(run, online, tmp_path, status):
     with Hub(status or 500) as hub:

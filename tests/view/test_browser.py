@@ -116,6 +116,7 @@ def test_curves_grow_while_the_reader_looks(tmp_path, opened):
         assert "iteration 29 of 60" not in page.content()  # no training holds the folder
         page.locator("[data-part=reward] svg").first.hover()
         assert "reward" in page.locator(".tip").first.inner_text()
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # it looks at once
     until(page, "document.getElementById('connection').textContent.includes('stopped')")
 
 
@@ -142,8 +143,7 @@ def test_a_person_rates_by_touch_and_keys(tmp_path, opened):
     assert rewards == [[1.0, 0.0], [0.0, 1.0]]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [NARROW, WIDE])
+@pytest.mark.parametrize(("width", "scheme"), [(NARROW, "light"), (WIDE, "dark")])
 def test_every_page_fits_and_can_be_read(tmp_path, opened, width, scheme):
     picture_run(tmp_path / "runs" / "a")
     text_run(tmp_path / "runs" / "b")
