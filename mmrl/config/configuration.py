@@ -14,7 +14,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -191,18 +190,12 @@ def _is_of_stages(override: str) -> bool:
 
 def _plain(file: str) -> tuple[dict[Any, Any], dict[tuple[Any, ...], str]]:
     """Return the plain values of a file, and where each was written."""
-    plain, lines = deepcopy(_parsed(_text_of(Path(file)), file))
+    plain, lines = read(_text_of(Path(file)), file)
     if not isinstance(plain, dict):
         raise UserError(
             f"{file}: {_not_a_mapping(plain)}; a configuration looks like\n{_example()}"
         )
     return plain, {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
-
-
-@lru_cache(maxsize=256)
-def _parsed(text: str, file: str) -> tuple[Any, dict[tuple[Any, ...], int]]:
-    """Read a text once: a command looks into its configuration several times."""
-    return read(text, file)
 
 
 def _of_stage(

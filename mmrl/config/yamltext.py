@@ -59,7 +59,7 @@ def write(plain: Any) -> str:
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _composed(text: str) -> tuple[_Loader, yaml.Node | None]:
     """Compose the nodes of a text: most of the time of reading, and a program reads its files more
     than once."""

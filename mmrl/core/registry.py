@@ -70,9 +70,14 @@ def _terms(entry: Plugin) -> tuple[type, ...]:
 def options(entry: Plugin) -> dict[str, inspect.Parameter]:
     """Return the parameters a configuration may set, in order, with annotations resolved to types
     if possible."""
-    if not inspect.isclass(entry):
-        arguments = inspect.signature(entry, eval_str=True).parameters.values()
-        return {p.name: p for p in arguments if p.kind is p.KEYWORD_ONLY}
+    if isinstance(entry, type):
+        return dict(_options_of(entry))
+    arguments = inspect.signature(entry, eval_str=True).parameters.values()
+    return {p.name: p for p in arguments if p.kind is p.KEYWORD_ONLY}
+
+
+@cache
+def _options_of(entry: type) -> Mapping[str, inspect.Parameter]:
     parameters: dict[str, inspect.Parameter] = {}
     for cls in (c for c in entry.__mro__ if "__init__" in vars(c) and c is not object):
         signature = _fields_of(cls) if _has_fields(cls) else _arguments_of(cls)
