@@ -314,15 +314,15 @@ def offered() -> Mapping[str, Sequence[importlib.metadata.EntryPoint]]:
 def _offers_in(
     folders: tuple[tuple[str, int], ...],
 ) -> dict[str, list[importlib.metadata.EntryPoint]]:
-    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
-    seen: set[str] = set()
+    offers: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    packages: set[str] = set()
     for folder, changed in folders:
         for package, entries in _offers_of(folder, changed):
-            if package not in seen:  # of two versions the first counts, as in an import
-                seen.add(package)
+            if package not in packages:  # of two versions the first counts, as in an import
+                packages.add(package)
                 for entry in entries:
-                    found.setdefault(entry.group, []).append(entry)
-    return found
+                    offers.setdefault(entry.group, []).append(entry)
+    return offers
 
 
 @lru_cache(maxsize=256)
