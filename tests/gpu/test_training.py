@@ -60,14 +60,20 @@ def of_toy(family, **options):
 
 
 def of_sd3(case, **options):
-    return trainer_of(tiny_sd3(**SD3_CASES[case]), TEXTS, brightness, **options)
+    sizes = {"group_size": 4, "train_batch_size": 12}
+    return trainer_of(tiny_sd3(**SD3_CASES[case]), TEXTS, brightness, **(sizes | options))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("case", [*toys.POLICIES, *SD3_CASES])
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        *((case, precision) for case in toys.POLICIES for precision in ("fp32", "bf16")),
+        *(("guided", "bf16"), ("stopgrad", "fp32"), ("dance", "bf16"), ("half weights", "bf16")),
+    ],
+)
 def test_the_first_step_is_exactly_on_policy(case, precision):
     make = of_toy if case in toys.POLICIES else of_sd3
-    trainer = make(case, precision=precision, train_batch_size=24)
+    trainer = make(case, precision=precision, group_size=4, train_batch_size=12)
     metrics = trainer.iterate()
     assert trainer.policy.device.type == DEVICE
     assert metrics["ratio/max_deviation"] == 0.0
@@ -80,8 +86,8 @@ def test_the_first_step_is_exactly_on_policy(case, precision):
 def test_sd3_trains_in_every_precision(precision):
     trainer = of_sd3("guided", precision=precision, gradient_checkpointing=True, ema=0.9)
     before = trainer.policy.weights.full()
-    metrics = [trainer.iterate() for _ in range(3)]
-    assert all(math.isfinite(m["loss"]) and math.isfinite(m["reward/mean"]) for m in metrics)
+    metrics = trainer.iterate()
+    assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["reward/mean"])
     after = trainer.policy.weights.full()
     assert max(float((after[name] - before[name]).abs().max()) for name in before) > 1e-4
 
@@ -112,14 +118,12 @@ def deterministic():
 def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(kind, tmp_path, deterministic):
     make = partial(of_sd3, "guided") if kind == "sd3" else partial(of_toy, kind)
     whole, first, second = (make(ema=0.9) for _ in range(3))
-    for _ in range(4):
-        whole.iterate()
     for _ in range(2):
-        first.iterate()
+        whole.iterate()
+    first.iterate()
     path = checkpoint.save(tmp_path, first.iteration, *state.capture(first))
     state.restore(second, *checkpoint.load(path))
-    for _ in range(2):
-        second.iterate()
+    second.iterate()
     arrays = state.capture(second)[0]
     known = state.capture(whole)[0]
     for part, tensors in known.items():

@@ -26,14 +26,17 @@ registry.load_built_in()
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "unified_flow": [{"guidance_scale": 2.0, "lora": 2}],
     "sd3": [
-        {"lora": 2, "guidance_scale": 3.0, "sde_type": "dance_sde", "noise_level": 0.3},
-        {"noise_window": "all_but_last"},
+        {
+            "lora": 2,
+            "guidance_scale": 3.0,
+            "sde_type": "dance_sde",
+            "noise_level": 0.3,
+            "noise_window": "all_but_last",
+        },
     ],
-    "masked_image_lm": [{"guidance_scale": 2.0, "lora": 2}],
+    "masked_image_lm": [{"guidance_scale": 2.0, "lora": 2, "temperature": 0.8}],
     "masked_lm": [{"guidance_scale": 2.0, "sampler": "maskgit"}],
-    "amused": [{"lora": 2, "guidance_scale": 2.0, "temperature": 0.8}],
     "janus": [{"logprob_guidance": "conditional", "train": "generation"}],
-    "emu3": [{"lora": 2, "ratio": "2:1", "logprob_guidance": "guided_stopgrad_uncond"}],
     "janus_unified": [
         {"plan": {"max_new_tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}
     ],

@@ -28,7 +28,7 @@ CENTRE = torch.tensor([-0.9, 0.7], dtype=torch.float64)
 SPREAD = torch.tensor([0.25, 0.4], dtype=torch.float64)
 BEGIN = 0.9
 END = 0.2
-LINE = torch.linspace(-5.0, 5.0, 401, dtype=torch.float64)
+LINE = torch.linspace(-4.0, 4.0, 257, dtype=torch.float64)
 CELL = float(LINE[1] - LINE[0])
 
 

@@ -370,8 +370,15 @@ def log_prob(policy, rollout):
         ("emerge", {}),
         ("emerge", {"guidance_scale": 2.5, "temperature": 0.7, "steps": 3}),
         ("emerge", {"guidance_scale": 5.0, "logprob_guidance": "guided_stopgrad_uncond"}),
-        ("maskgit", {"guidance_scale": 2.5, "choice": (1.0, 0.0)}),
-        ("maskgit", {"temperature": 0.5, "choice": (1.5, 0.0), "confidence": "untempered"}),
+        (
+            "maskgit",
+            {
+                "guidance_scale": 2.5,
+                "temperature": 0.5,
+                "choice": (1.5, 0.0),
+                "confidence": "untempered",
+            },
+        ),
         ("threshold", {"guidance_scale": 2.5, "threshold": 0.6}),
     ],
     ids=str,

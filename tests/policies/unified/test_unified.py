@@ -95,9 +95,7 @@ def logp(policy, ids, prompt=TEXT):
     "options",
     [
         {"guidance_scale": 1.0},
-        {"guidance_scale": 3.0, "temperature": 0.7},
-        {"guidance_scale": 3.0, "plan": {"turn": "new", "temperature": 1.4}},
-        {"guidance_scale": 2.0, "top_k": 2, "plan": {"top_k": 2}},
+        {"guidance_scale": 3.0, "temperature": 0.7, "plan": {"turn": "new", "temperature": 1.4}},
         {"guidance_scale": 2.0, "top_p": 0.8, "plan": {"top_k": 2}},
     ],
     ids=str,
