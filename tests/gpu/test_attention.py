@@ -10,7 +10,7 @@ from tests.gpu import DEVICE
 from tests.policies.diffusion.test_folder_families import trainer_of
 from tests.train.test_fitting import make
 
-CASES = ["flux", "wan-two", "sd"]
+CASES = ["flux", "sd"]
 BACKENDS = ["auto", "sdpa", "xformers", "flash"]
 
 

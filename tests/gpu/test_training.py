@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from mmrl.train.trainer import Trainer
 from mmrl.zoo.models.diffusion.sd3 import SD3
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
-from tests.fixtures import toys
+from tests.fixtures import loads, toys
 from tests.gpu import DEVICE
 
 TEXTS = [{"text": text} for text in ("a red seven", "a blue two", "a green zero")]
@@ -41,7 +42,8 @@ def toy(family, **options):
 
 def tiny_sd3(**options):
     torch.manual_seed(0)
-    return SD3(locate("world:digits/sd3-test"), size=32, **{"steps": 4} | options)
+    place = str(loads.once(Path(locate("world:digits/sd3-test"))))
+    return SD3(place, size=32, **{"steps": 4} | options)
 
 
 def brightness(media, prompts):

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,13 +26,14 @@ from mmrl.train.trainer import Trainer
 from mmrl.zoo.models.diffusion.sd3 import SD3
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
+from tests.fixtures import loads
 
 PROMPTS = [{"text": text} for text in ("a red seven", "a blue two", "a green zero")]
 
 
 @pytest.fixture(scope="module")
 def folder():
-    return locate("world:digits/sd3-test")
+    return str(loads.once(Path(locate("world:digits/sd3-test"))))
 
 
 def make(folder, **options):
@@ -94,12 +96,12 @@ def assert_is_diffusers(policy, place, guidance=1.0):
             max_sequence_length=length,
         ).images
         torch.testing.assert_close(wanted, theirs, atol=2e-5, rtol=0)
+    return ours
 
 
 @pytest.mark.parametrize(
     ("kind", "guidance", "steps"),
     [
-        ("plain", 1.0, 4),
         ("plain", 3.0, 1),
         ("sd3.5", 3.0, 4),
         ("no T5", 3.0, 4),
@@ -157,12 +159,11 @@ def test_gradient_checkpointing_changes_no_gradient(folder):
 
 
 def test_an_export_of_all_weights_is_what_diffusers_loads(folder, tmp_path):
-    policy, untrained = make(folder), make(folder)
+    policy = make(folder)
+    before = assert_is_diffusers(policy, folder)
     trainer_of(policy).iterate()
     policy.export(tmp_path)
-    assert_is_diffusers(policy, tmp_path)
-    with pytest.raises(AssertionError):
-        assert_is_diffusers(untrained, tmp_path)
+    assert (assert_is_diffusers(policy, tmp_path) - before).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("placement", ["offload", "release"])
