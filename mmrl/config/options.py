@@ -166,7 +166,7 @@ class TrainOptions:
     stages: tuple[Annotated[Any, STAGES], ...] = ()
     # tolerated difference of re-scored and recorded log-probs before the first step; null: any;
     # auto: of Gaussian decisions 1e-6 or a tenth of the clip; of tokens 1e-4 (fp32), or a mean of
-    # 2e-2 (half precision)
+    # 6e-2 (half precision)
     logprob_tolerance: Annotated[Positive | Literal["auto"] | None, FREE_AT_RESUME] = "auto"
     # recompute a rollout's log-probs by the passes of the update before training on it, as verl
     # does; auto: where tokens are sampled with a cache, in half precision, and an iteration has

@@ -20,8 +20,9 @@ from mmrl.policies.contracts import FollowsProcess, Guided
 
 # Gaussian decisions: sampler and score are one function, and published clips go down to 2e-6
 EXACT = 1e-6
-# token log-probs, of a cached decoder against one pass; in half precision or not
-TOKENS = {False: 1e-4, True: 2e-2}
+# token log-probs, of a cached decoder against one pass; in half precision or not. In bf16
+# SmolLM2-135M is 0.043 off on average, of which half is its logits' rounding (docs/results/real.md)
+TOKENS = {False: 1e-4, True: 6e-2}
 
 
 def check(

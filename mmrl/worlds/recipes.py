@@ -273,6 +273,15 @@ WAN_I2V_TEST = replace(WAN_I2V, layers=1, heads=2, scenes=16, steps=3, batch=8)
 
 
 @dataclass(frozen=True)
+class PositionsRecipe:
+    """Describes how T5 learns where the letters of a caption stand."""
+
+    steps: int = 500
+    batch: int = 128
+    lr: float = 4e-3
+
+
+@dataclass(frozen=True)
 class WordsRecipe:
     """Describes the Stable Diffusion 3 of the words world. Its text encoders, T5 over single
     characters, are trained with the transformer."""
@@ -283,11 +292,13 @@ class WordsRecipe:
             channels=(16, 32, 64), latent=8, scenes=8000, steps=1500, lr=4e-3, coarse=4.0
         )
     )
+    positions: PositionsRecipe = PositionsRecipe()
     layers: int = 4
     heads: int = 6  # of 32 channels each
-    pictures: int = 40000
+    pictures: int = 10000
     letters: float = 0.5  # share of pictures whose words are random letters, so that it spells
-    steps: int = 6000
+    single: float = 0.4  # share with one word
+    steps: int = 3000
     batch: int = 64
     lr: float = 1.5e-3
     true_first: float = 1.0
@@ -300,6 +311,7 @@ WORDS = WordsRecipe()
 WORDS_TEST = WordsRecipe(
     TextRecipe(width=32, joint=64),
     VaeRecipe(channels=(8, 8, 16), latent=8, scenes=64, steps=4, batch=4),
+    PositionsRecipe(steps=3, batch=8),
     layers=1,
     heads=2,
     pictures=64,

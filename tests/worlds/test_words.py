@@ -59,10 +59,33 @@ def test_a_picture_depends_on_its_row_alone_and_is_read_by_real_ocr(lettering):
 def test_the_base_model_is_a_pipeline_of_diffusers(lettering):
     from diffusers import StableDiffusion3Pipeline
 
-    pipe = StableDiffusion3Pipeline.from_pretrained(ARTIFACTS.find("words/sd3-test")())
+    folder = ARTIFACTS.find("words/sd3-test")()
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32)
     seen = [pipe.tokenizer_3.tokenize(word) for word in ('"own"', '"won"')]
     assert sorted(seen[0]) == sorted(seen[1]) and seen[0] != seen[1]  # character by character
     shown = pipe(
         'the word "own"', height=32, width=96, num_inference_steps=2, guidance_scale=1.0
     ).images
     assert shown[0].size == (96, 32)
+
+
+def test_letters_stand_where_the_words_are_drawn(lettering):
+    from mmrl.worlds.recipes import WORDS_TEST
+    from mmrl.worlds.words import spelling
+    from mmrl.worlds.words.positions import columns
+
+    tokenizer = spelling.text_models(WORDS_TEST)["tokenizer_3"]
+    prompts = spelling.training_prompts(WORDS_TEST)
+    ids = spelling.tokens({"tokenizer_3": tokenizer}, "_3", [p["text"] for p in prompts])
+    covered, quoted = columns(tokenizer, prompts, ids)
+    for prompt, row, letters in zip(prompts, covered, quoted, strict=True):
+        assert letters.sum() <= len(prompt["words"])
+        width = 8 * row.sum()  # of all letters, in pixels
+        assert width == pytest.approx(min(90, 13 * len(prompt["words"])), abs=0.01)
+        middle = (row.sum(0) * (torch.arange(12) * 8 + 4)).sum() / row.sum()
+        assert middle == pytest.approx(48, abs=0.01)
+        order = (row * torch.arange(12)).sum(-1)[letters] / row.sum(-1)[letters]
+        assert (order.diff() >= 0).all()
+    drawn = lettering.draw([{**prompts[0], "ground": None}], Rng.of(0))[0]
+    edges = (drawn.diff(dim=-1).abs().amax((0, 1)) > 0.3).nonzero()
+    assert edges.float().mean() == pytest.approx(48, abs=10)

@@ -6,6 +6,7 @@ only building the base model needs them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,8 +86,9 @@ def _letters(words: str, u: list[float]) -> Any:
     from PIL import Image, ImageDraw
 
     number = int(u[0] * len(font_files()))
-    fitting = [s for s in SIZES if _fits(fonts(s)[number].getbbox(words))] or [SIZES[0]]
-    font = fonts(fitting[-1 - int(u[1] * min(4, len(fitting)))])[number]
+    fitting = bisect_left(SIZES, True, key=lambda s: not _fits(fonts(s)[number].getbbox(words)))
+    size = SIZES[max(fitting - 1 - int(u[1] * min(4, fitting)), 0)]
+    font = fonts(size)[number]
     left, top, right, bottom = font.getbbox(words)
     free = max(WIDTH - (right - left), 0), max(HEIGHT - (bottom - top), 0)
     # near the middle: up to a fourth of the free space to each side
