@@ -105,10 +105,25 @@ def _sd3(recipe: recipes.FlowRecipe, shared: recipes.PartsRecipe) -> tuple[str, 
     }
 
 
+def _words(recipe: recipes.WordsRecipe) -> tuple[str, dict[str, Any]]:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    from mmrl.worlds import flow, vae
+    from mmrl.worlds.words import lettering, spelling
+
+    models: dict[str, Any] = spelling.text_models(recipe) | {"vae": vae.new_vae(recipe.vae)}
+    return "StableDiffusion3Pipeline", {
+        "transformer": flow.new_transformer(models, recipe, lettering.WIDTH),
+        "vae": models["vae"],
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=1.0),
+    }
+
+
 PIPELINES: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
     "world:digits/wan": partial(_wan, recipes.WAN, recipes.WAN_PARTS),
     "world:digits/wan_i2v": partial(_wan, recipes.WAN_I2V, recipes.WAN_I2V_PARTS),
     "world:digits/sd3-clean": partial(_sd3, recipes.SD3_CLEAN, recipes.PARTS),
+    "world:words/sd3": partial(_words, recipes.WORDS),
 }
 
 
