@@ -193,6 +193,8 @@ def test_a_wrong_folder_or_size_is_one_sentence(folder, tmp_path):
         SD3(str(tmp_path))
     with pytest.raises(UserError, match="size 33 is not a multiple of 8; the nearest are 32 and"):
         SD3(folder, size=33)
+    with pytest.raises(UserError, match=r"size 8192 is more than the \d+ pixels a side"):
+        SD3(folder, size=8192)
     with pytest.raises(UserError, match="nobody/nothing/transformer: .* cannot load it"):
         SD3("nobody/nothing")
     with pytest.raises(UserError, match="lora.targets match no module"):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
@@ -32,9 +33,14 @@ class SD3(FolderPolicy):
 
     def latent_shape(self) -> tuple[int, ...]:
         factor = vae_factor(self.vae)
-        sides = (
-            self.latent_side(side, factor * self.config.patch_size, factor) for side in self.size
-        )
+        patch = factor * self.config.patch_size
+        sides = [self.latent_side(side, patch, factor) for side in self.size]
+        largest = patch * self.config.pos_embed_max_size
+        if max(self.size) > largest:
+            raise UserError(
+                f"policy option size {max(self.size)} is more than the {largest} pixels a side "
+                "for which the model has positions"
+            )
         return (self.config.in_channels, *sides)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
