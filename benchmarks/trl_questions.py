@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--iterations", type=int)
+    parser.add_argument("--count", type=int, help="held-out questions")
     args = parser.parse_args()
 
     from datasets import Dataset
@@ -71,7 +72,7 @@ def main() -> None:
     folder = str(ROOT / "weights/smollm2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    count, tokens = chosen["evaluate"]["prompts"], policy["max_new_tokens"]
+    count, tokens = args.count or chosen["evaluate"]["prompts"], policy["max_new_tokens"]
     scores = {"before": held_out(model, tokenizer, count, tokens)}
     args.out.mkdir(parents=True, exist_ok=True)
     curve = (args.out / "metrics.jsonl").open("w")
@@ -107,7 +108,7 @@ def main() -> None:
         max_steps=args.iterations or train["iterations"],
         max_completion_length=tokens,
         temperature=policy["temperature"],
-        learning_rate=chosen["optimizer"]["adamw"]["lr"],
+        learning_rate=float(chosen["optimizer"]["adamw"]["lr"]),
         weight_decay=1e-4,
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
