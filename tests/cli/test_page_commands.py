@@ -25,6 +25,7 @@ WORLDS |= {"grounding": "vlm", "counting": "vlm"}
 # what a command holds -> why it is not run here
 NOT_RUN = {
     r"^scripts/": "runs this suite, or what tests/cli/test_first_hour.py runs",
+    r"^python scripts/real_": "writes data of real weights: tests/scripts/test_real_data.py",
     r"^(pip|ray) ": "installs or starts the programs of others",
     r"^(accelerate|torchrun|OMP_NUM_THREADS=1 torchrun) ": "tests/train/test_processes.py starts "
     "several processes",

@@ -110,10 +110,10 @@ def guided(scale, logprob_guidance):
         (toys.make("flow"), [2e-6, 1e-3], "bf16", 2e-7),
         (toys.make("flow", logprob_reduction="sum"), 0.2, "bf16", 2e-6),
         # z_u + s (z_c - z_u) has two rounding errors, s and 1 - s times as large
-        (toys.make("causal"), 0.2, "bf16", 2e-2),
+        (toys.make("causal"), 0.2, "bf16", 6e-2),
         (guided(1.0, "guided"), 0.2, "fp32", 1e-4),
-        (guided(5.0, "guided"), 0.2, "bf16", 2e-2 * 41**0.5),
-        (guided(5.0, "conditional"), 0.2, "bf16", 2e-2),
+        (guided(5.0, "guided"), 0.2, "bf16", 6e-2 * 41**0.5),
+        (guided(5.0, "conditional"), 0.2, "bf16", 6e-2),
     ],
 )
 def test_the_gap_that_the_gate_allows(policy, clip, precision, allowed):

@@ -47,8 +47,8 @@ def teach_positions(
         names = torch.arange(recipe.batch, device=ids.device)
         rows = (Rng.of("positions").uniform(names, (), step) * len(prompts)).long()
         letters = quoted[rows]
-        seen = head(t5(ids[rows])[0])[letters]
-        loss = F.binary_cross_entropy_with_logits(seen, covered[rows][letters])
+        logits = head(t5(ids[rows])[0])[letters]
+        loss = F.binary_cross_entropy_with_logits(logits, covered[rows][letters])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

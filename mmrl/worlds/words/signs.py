@@ -88,7 +88,7 @@ GROUNDS = {  # and the colours that can be read on them
 LONGEST = 12  # letters and spaces of a picture
 HELD_OUT = 4  # every fourth word, by its hash
 Kind = Literal["single", "pairs", "triples", "mixed"]
-COUNT = {"single": 1, "pairs": 2, "triples": 3}
+COUNT: dict[Kind, int] = {"single": 1, "pairs": 2, "triples": 3}
 
 
 def is_held_out(word: str) -> bool:

@@ -1,4 +1,4 @@
-"""Builds the Stable Diffusion 3 of the words world: it half spells."""
+"""Builds the Stable Diffusion 3 of the words world."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ from mmrl.worlds.text import clip_tokenizer, encoded, t5_tokenizer, text_encoder
 from mmrl.worlds.vae import encode, fit_vae, new_vae
 from mmrl.worlds.words import lettering
 from mmrl.worlds.words.positions import teach_positions
-from mmrl.worlds.words.signs import COLORS, GROUNDS, LONGEST, WORDS, captions, is_held_out, styled
+from mmrl.worlds.words.signs import (
+    COLORS,
+    COUNT,
+    GROUNDS,
+    LONGEST,
+    WORDS,
+    captions,
+    is_held_out,
+    styled,
+)
 from samplers.noise import Rng
 
 STYLE = ("a", "the", "in", "on", "sign", "that", "says", "word", "words", *COLORS, *GROUNDS)
@@ -75,10 +84,9 @@ def training_prompts(recipe: WordsRecipe) -> list[Prompt]:
     """Draw captions of training words, most of them single, and of random letters so that a word
     never seen can be spelt; held-out words are in none of them."""
     rng = Rng.of(recipe.seed, "words", "prompts")
-    known, several = (
-        [p["words"].lower() for kind in kinds for p in captions(kind, 600, held_out=False)]
-        for kinds in (("single",), ("pairs", "triples"))
-    )
+    single, pairs, triples = (captions(kind, 600, held_out=False) for kind in COUNT)
+    known = [p["words"].lower() for p in single]
+    several = [p["words"].lower() for p in pairs + triples]
     rows = rng.uniform(rng.rows(recipe.pictures, 1), (5 + LONGEST,)).tolist()
     forbidden = {word for word in WORDS if is_held_out(word)}
     prompts = []
