@@ -1,8 +1,7 @@
 """Trains the text encoder of the words world to know where in the picture each letter stands.
 
 Replaces the training of real character-aware encoders (Liu et al. 2023, "Character-Aware Models
-Improve Visual Text Rendering", arXiv:2212.10562): a T5 has relative positions only, and without
-this its letters are drawn, but not in order.
+Improve Visual Text Rendering", arXiv:2212.10562): T5 itself has relative positions only.
 """
 
 from __future__ import annotations
