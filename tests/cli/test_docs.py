@@ -226,6 +226,7 @@ def assert_valid(page, line):
     places = [ROOT / "configs" / word.removeprefix("configs/") for word in words[2:]]
     files = [place.with_suffix(".yaml") for place in places]
     configs = [f for f, w in zip(files, words[2:]) if f.is_file() or w.startswith("configs/")]
+    configs = [f for f in configs if f.parent.name != "real"]  # a script writes their rows
     if configs and "--resume" not in words:
         overrides = [
             word
