@@ -14,6 +14,7 @@ import json
 import resource
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="held-out questions")
     args = parser.parse_args()
 
+    if not (ROOT / "weights/questions.jsonl").is_file() or not (ROOT / "weights/smollm2").is_dir():
+        sys.exit("error: weights/ is not complete: scripts/real_weights, scripts/real_questions.py")
+    if find_spec("trl") is None:
+        sys.exit("error: TRL is not installed: pip install trl==1.16.0")
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

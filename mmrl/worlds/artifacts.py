@@ -325,7 +325,7 @@ def wan_i2v_test() -> Path:
 
 @ARTIFACTS.register("words/sd3")
 def speller() -> Path:
-    """Build a tiny Stable Diffusion 3 that writes words and half spells."""
+    """Build a tiny Stable Diffusion 3 that draws words; it does not spell yet."""
     return words("words/sd3", recipes.WORDS)
 
 
